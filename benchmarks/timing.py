@@ -25,10 +25,14 @@ _SHORTEST = 0.02  # seconds per sample at least; much longer than reading the cl
 
 
 class Timing(NamedTuple):
-    """Milliseconds per call: the median of the samples and their interquartile range."""
+    """Milliseconds per call: the median of the samples and their interquartile range.
+
+    `cpu_ms` is the median of what all threads of this process together worked.
+    """
 
     ms: float
     spread: float
+    cpu_ms: float = math.nan
 
     def rounded(self, digits: int, times: float = 1.0) -> dict[str, float]:
         """Return what a row has of it, multiplied by `times`."""
@@ -73,8 +77,21 @@ def measure(calls: Mapping[str, Call], *, seconds: float, samples: int) -> dict[
     for name, call in calls.items():
         call()  # compiles and allocates
         repeats[name] = max(1, math.ceil(_SHORTEST / run(call, 1)))
-    taken = by_turns({name: partial(run, call, repeats[name]) for name, call in calls.items()}, samples, seconds)
-    return {name: quartiles(np.asarray(values) / repeats[name]) for name, values in taken.items()}
+    worked: dict[str, list[float]] = {name: [] for name in calls}
+
+    def sample(name: str) -> float:
+        began = time.process_time()
+        seconds = run(calls[name], repeats[name])
+        worked[name].append(time.process_time() - began)
+        return seconds
+
+    taken = by_turns({name: partial(sample, name) for name in calls}, samples, seconds)
+    return {
+        name: quartiles(np.asarray(values) / repeats[name])._replace(
+            cpu_ms=float(np.median(worked[name])) / repeats[name] * 1e3
+        )
+        for name, values in taken.items()
+    }
 
 
 def run(call: Call, repeats: int) -> float:

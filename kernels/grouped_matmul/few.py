@@ -14,8 +14,9 @@ from moezoo.parallel.low_rank import LowRank
 from moezoo.parallel.stacked import TERMS, InStack, times_matrix
 from moezoo.parallel.stored import Stored
 
-# With room for more rows per group than this, blocks take less time: they copy a matrix once and multiply it fast.
-ROWS_PER_GROUP = 4
+# With room for more rows per group than this, blocks take less time (`moezoo.kernels.grouped_matmul.routed`): they copy
+# a matrix once and multiply it fast.
+ROWS_PER_GROUP = 2
 
 
 def suits(rows: int, weights: Array | Stored) -> bool:

@@ -39,9 +39,13 @@ from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
+from moezoo.parallel.stacked import InStack
 from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 
 SIZES = (352, 288, 216, 144, 80, 40)
+# The same where weights are read out of a stack, as in generation, and groups have few rows. Most groups are then one
+# block, and a product of 8 rows takes a fraction of the time that it takes to copy the matrix.
+SIZES_OF_FEW, ROWS_PER_GROUP = (8,), 8
 
 Mask = Bool[Array, " block"]
 # The rows of blocks for an array of some rows, the smallest first.
@@ -194,8 +198,10 @@ def routed_mlp(
     keep: Keep,
     sizes: tuple[int, ...] | None = None,
 ) -> Float[Array, "tokens embed"]:
-    """Run both passes as loops over blocks of rows, of `SIZES` unless `sizes` are given."""
-    return _routed_mlp(tokens, gates, plan, weights, activation, keep, sizes or SIZES)
+    """Run both passes as loops over blocks of rows, of `SIZES`, or `SIZES_OF_FEW`, unless `sizes` are given."""
+    are_few = plan.assignment.shape[0] <= ROWS_PER_GROUP * plan.group_sizes.shape[0]
+    own = SIZES_OF_FEW if are_few and isinstance(weights.gate, InStack) else SIZES
+    return _routed_mlp(tokens, gates, plan, weights, activation, keep, sizes or own)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -21,6 +21,7 @@ from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache, Kept, State, fill_declared
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.nn.positions import Context
+from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
@@ -78,6 +79,7 @@ def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execu
         return gather(own, execution.inner_group("vocab").axes, 1, tokens=())
 
 
+@function_cache()
 def generate(
     model: LanguageModel,
     ids: Array | np.ndarray | Sequence[Any],
@@ -94,9 +96,10 @@ def generate(
 ) -> Int[np.ndarray, "batch longer"]:
     """Return prompts and their continuations, int32 [batch, seq + new].
 
-    A program is compiled for each model, batch size and rounded length. A mesh splits the batch over those of its axes
-    whose sizes divide it; devices along the other axes do the same work, except for the experts' work, which they
-    share. The same key draws the same tokens on every mesh.
+    A program is compiled for each model, batch size and rounded length, and on one device kept for later processes, in
+    `moezoo` in XDG_CACHE_HOME or ~/.cache (docs/running.md). A mesh splits the batch over those of its axes whose sizes
+    divide it; devices along the other axes do the same work, except for the experts' work, which they share. The same
+    key draws the same tokens on every mesh.
 
     Args:
         model: The model that continues the prompts.

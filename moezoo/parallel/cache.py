@@ -1,6 +1,8 @@
 """The folder of compiled programs: what one process compiles, a later one loads."""
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from moezoo.host import user_cache
 
 SETTINGS: Any = jax.config  # its attributes are made at run time
 _set_here: str | None = None  # the folder that `use_cache` has set, where the user has set none
+_is_chosen = False  # whether `use_cache` has chosen for this process
 
 
 def refuse_unordered(devices: int) -> bool:
@@ -35,6 +38,59 @@ def use_none() -> None:
     compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
 
 
+@contextlib.contextmanager
+def function_cache(cache_dir: str | Literal["auto"] | None = "auto") -> Iterator[None]:
+    """Let JAX keep what a function of Python compiles in the block; `cache_dir` is as for `use_cache`.
+
+    A folder that the user gave to JAX itself, a cache that is off, and what `use_cache` has chosen stay. Programs of
+    several processes, or of a process with several CPU devices, are not kept (`refuse_unordered`). Afterwards JAX's
+    settings are as before, so other programs of the process are not kept.
+
+    Raises:
+        UserError: The folder that `cache_dir` names cannot be written.
+    """
+    shortest, several = SETTINGS.jax_persistent_cache_min_compile_time_secs, jax.process_count() > 1
+    several |= jax.default_backend() == "cpu" and jax.device_count() > 1
+    folder = None
+    if not (cache_dir is None or _is_chosen or several or SETTINGS.jax_compilation_cache_dir):
+        try:
+            folder = _make(cache_dir)
+        except UserError:
+            if cache_dir != "auto":
+                raise
+    if folder is None:
+        yield
+        return
+    _set(folder, 0.0)
+    try:
+        yield
+    finally:
+        _set(None, shortest)
+
+
+def _set(folder: str | None, shortest: float) -> None:
+    """Make JAX keep programs that take `shortest` seconds or more to compile."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+    compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
+
+
+def _make(cache_dir: str | Literal["auto"]) -> str:
+    """Make the folder and return its name. Raises `UserError` if it cannot be written."""
+    path = user_cache() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return str(path)
+    except OSError as error:
+        if cache_dir == "auto":
+            raise UserError(f"{path} cannot be written ({error.strerror})") from None
+        raise UserError(
+            f"cache_dir={cache_dir}: cannot be written ({error.strerror}); name another folder, or cache_dir=null for "
+            "no cache"
+        ) from None
+
+
 def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh | None) -> str:
     """Let JAX keep compiled programs in a folder, or not; return where, or why not. Call it before anything compiles.
 
@@ -48,7 +104,8 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     Raises:
         UserError: The folder that `cache_dir` names cannot be written.
     """
-    global _set_here
+    global _set_here, _is_chosen
+    _is_chosen = True
     assert isinstance(mesh, Mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and refuse_unordered(mesh.size):
@@ -60,21 +117,14 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     if on_cpu and jax.process_count() > 1:
         answer = "off: several processes on CPUs"
     elif cache_dir is not None:
-        path = user_cache() if cache_dir == "auto" else Path(cache_dir).expanduser().absolute()
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                folder, answer = str(path), f"compiled programs in {path}"
-        except OSError as error:
+            folder = _make(cache_dir)
+            answer = f"compiled programs in {folder}"
+        except UserError as error:
             if cache_dir != "auto":
-                raise UserError(
-                    f"cache_dir={cache_dir}: cannot be written ({error.strerror}); name another folder, or "
-                    "cache_dir=null for no cache"
-                ) from None
-            answer = f"off: {path} cannot be written ({error.strerror})"
+                raise
+            answer = f"off: {error}"
     if folder != now:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()  # otherwise the choice at the first compilation of the process stays
+        _set(folder, 0.0)
         _set_here = folder
     return answer

@@ -21,6 +21,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import parameter_table
+from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution, place
 from moezoo.progress import OnBatch
@@ -171,8 +172,9 @@ def evaluate(
     execution = build_execution(cfg)
     if source is None:
         source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=model.vocab, use=split)
-    model = place(cut_pieces(model, execution), execution)
-    result = Evaluator(model, source, cfg, execution)(model, on_batch)
+    with function_cache(cfg.cache_dir):
+        model = place(cut_pieces(model, execution), execution)
+        result = Evaluator(model, source, cfg, execution)(model, on_batch)
     texts = {name: _count_text(part, cfg) for name, part in source.parts.items()}
     unknown = [text for text in texts.values() if isinstance(text, str)]
     known = [text for text in texts.values() if isinstance(text, int)]

@@ -408,6 +408,7 @@ def test_alternates_and_takes_the_median(monkeypatch):
     """Only calls advance the clock. The first call takes longer and does not count."""
     now, order = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "process_time", lambda: 1.5 * now[0])
     runs = count()
 
     def slow():
@@ -419,8 +420,8 @@ def test_alternates_and_takes_the_median(monkeypatch):
         now[0] += 0.5
 
     timings = timing.measure({"slow": slow, "fast": fast}, seconds=100.0, samples=3)
-    assert timings["slow"] == (2000, 0)
-    assert timings["fast"] == (500, 0)
+    assert timings["slow"] == (2000, 0, 3000)
+    assert timings["fast"] == (500, 0, 750)
     assert order[-6:] == ["slow", "fast"] * 3
     # Two samples of two seconds use up the time.
     order.clear()

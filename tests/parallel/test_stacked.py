@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from moezoo.kernels.grouped_matmul import few, grouped_matmul
+from moezoo.kernels.grouped_matmul import few, grouped_matmul, routed, routed_mlp
+from moezoo.kernels.permute import plan
 from moezoo.nn.linear import project
 from moezoo.parallel.axes import Axes, Role, Weight
 from moezoo.parallel.execution import Execution
@@ -78,6 +79,42 @@ def test_grouped_product(inputs):
         wanted = np.asarray(rows[row], np.float64) @ np.asarray(array[group], np.float64)
         np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-5 * abs(wanted).max())
     np.testing.assert_array_equal(found[6:], 0)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("tokens", "way"), [(1, "few"), (4, "few"), (5, "blocks of few"), (16, "blocks of few"), (17, "blocks")]
+)
+def test_experts_of_few_rows(monkeypatch, tokens, way, dtype, error):
+    """Two of four experts per token, in each of three ways: spread, all the same two, and a token that goes nowhere."""
+    groups, k, embed, mlp = 4, 2, 32, 16
+    calls = {"few": few.multiply, "blocks of few": routed.SIZES_OF_FEW, "blocks": routed.SIZES}
+    monkeypatch.setattr(few, "multiply", calls["few"] if way == "few" else None)
+    monkeypatch.setattr(routed, "SIZES_OF_FEW", calls["blocks of few"] if way == "blocks of few" else None)
+    monkeypatch.setattr(routed, "SIZES", calls["blocks"] if way == "blocks" else None)
+    (gate, a), (up, b), (down, c) = (
+        in_stack(seed, shape, dtype) for seed, shape in enumerate([(groups, embed, mlp)] * 2 + [(groups, mlp, embed)])
+    )
+    x, gates = random_array(3, (tokens, embed), dtype), abs(random_array(4, (tokens, k)))
+    spread = np.random.default_rng(5).permuted(np.tile(np.arange(groups), (tokens, 1)), axis=1)[:, :k]
+    nowhere = np.where(np.arange(tokens)[:, None] == tokens // 2, groups, spread)
+    run = jax.jit(
+        lambda ids, x: routed_mlp(
+            x, gates, plan(ids, 0, groups), gate, up, down, activation=lambda g, u: jnp.tanh(g) * u
+        )
+    )
+    for ids in (spread, np.full((tokens, k), [3, 1]), nowhere):
+        lost = (ids == groups).all(1)
+        found = run(jnp.asarray(ids, jnp.int32), jnp.where(lost[:, None], jnp.nan, x))
+        assert found.dtype == dtype
+        wanted = np.zeros((tokens, embed))
+        for t, n in np.argwhere(ids < groups):
+            token, *weights = (np.asarray(w, np.float64) for w in (x[t], *(w[ids[t, n]] for w in (a, b, c))))
+            wanted[t] += float(gates[t, n]) * (np.tanh(token @ weights[0]) * (token @ weights[1])) @ weights[2]
+        # Three sums of tens of terms, each rounded to the dtype.
+        np.testing.assert_allclose(
+            np.asarray(found, np.float64), wanted, rtol=0, atol=error * abs(wanted).max() + 1e-30
+        )
 
 
 class Product(Stored):
