@@ -8,8 +8,9 @@ As in `moezoo.kernels.grouped_matmul.blocked`, a product in a loop is one call o
 
 - A group's matrices are sliced once per group.
 - A group's rows are cut into blocks of `SIZES[0]`, and what remains runs as one block of the smallest size that holds
-  it: two small products take longer than one of both. The sizes are chosen by timing. Some are a little more than
-  a power of two, which is often the average number of rows of a group.
+  it: two small products take longer than one of both. The sizes are chosen by timing, so near to each other
+  that few rows are computed in vain. Some are a little more than a power of two, which is often the average number of
+  rows of a group.
 - The block of what remains runs first. Its products become the gradients of the group's matrices, which the others add
   to. So a group of one small block never reads them.
 - The last block of a group may reach into the rows of the next, which overwrites them, or beyond all rows: buffers are
