@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, count, groupby, pairwise, product
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,12 +185,13 @@ def learn_stack(
         held: The weights of `stack.blocks` if they are gathered already (`moezoo.parallel.held`).
     """
 
-    def run(x: Array, block: Any, kept: Any, own: Context) -> tuple[Array, LayerSums | None]:
-        weights = execution.gather_weights(block) if held is None else use(kept)
+    def run(x: Array, block: Any, kept: Any, own: Context, *where: Any) -> tuple[Array, LayerSums | None]:
+        weights = execution.gather_weights(block, *where) if held is None else use(kept)
         out = with_dropout(weights, block, own.dropout, execution.first_input)(x, own, execution)
         return out.x, out.sums
 
     run, prepared = execution.checkpoint(run), _prepared(stack, context, execution)
+    constant = jax.lax.stop_gradient(eqx.filter(stack.blocks, eqx.is_array))
 
     def step(x: Array, scanned: Any) -> tuple[Array, tuple[LayerSums | None, ...]]:
         period, blocks, kept = scanned
@@ -198,7 +200,7 @@ def learn_stack(
             own = prepared[kind]
             if own.dropout is not None:
                 own = dataclasses.replace(own, dropout=own.dropout.of(first + period * len(blocks) + kind))
-            x, sums = run(x, block, None if kept is None else kept[kind], own)
+            x, sums = run(x, block, None if kept is None else kept[kind], own, constant[kind], period)
             collected.append(sums)
         return x, tuple(collected)
 

@@ -40,7 +40,7 @@ from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
 from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
-from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stacked import InStack, ReadInStack
 from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 
 SIZES = (352, 288, 216, 144, 80, 40)
@@ -127,7 +127,14 @@ def _trained(weights: Any) -> Any:
     """Return the operand of stacked matrices with None in place of what has no gradient."""
     if isinstance(weights, Composed):
         return weights.trained_parts()
+    if isinstance(weights, ReadInStack):
+        return weights.part
     return None if isinstance(weights, Widened) else weights
+
+
+def _cotangent(weights: Any, gradient: Any) -> Any:
+    """Return the gradient of what `_trained` returns as that of the operand."""
+    return weights.with_gradient(gradient) if isinstance(weights, ReadInStack) else gradient
 
 
 def _products(x: Float[Array, "block embed"], weights: ExpertWeights) -> list[Float[Array, "block mlp"]]:
@@ -256,7 +263,8 @@ def _run_backward(activation, rows, residuals, cotangent):
     by_rows, by_gates, sums = _over_groups(plan, weights, sizes, step_of, carry)
     row = _row_of(plan, by_rows)
     by_gates = jnp.take(by_gates, row, mode="fill", fill_value=0).astype(gates.dtype)
-    return sum_rows(by_rows, row, None), by_gates, None, jax.tree.map(lambda s, w: s.astype(w.dtype), sums, trained)
+    sums = jax.tree.map(lambda s, w: s.astype(w.dtype), sums, trained)
+    return sum_rows(by_rows, row, None), by_gates, None, ExpertWeights(*map(_cotangent, weights, sums))
 
 
 _routed_mlp.defvjp(

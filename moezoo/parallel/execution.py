@@ -34,7 +34,7 @@ from moezoo.parallel.placement import Placement
 from moezoo.parallel.remat import REMAT, Remat, rematerialise
 from moezoo.parallel.rules import Rules, live
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
-from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stacked import InStack, ReadInStack
 from moezoo.parallel.stored import Composed, Frozen, FrozenInStack, is_matrices
 from moezoo.typed import check_fields, convert, show
 
@@ -410,17 +410,29 @@ class Execution:
         """Return this device's number along `axes`, inside `shard_map`; 0 without axes."""
         return jax.lax.axis_index(axes) if axes else 0
 
-    def gather_weights(self, module: PyTree) -> PyTree:
+    def gather_weights(self, module: PyTree, stack: PyTree = None, layer: jax.Array | None = None) -> PyTree:
         """Return a layer's weights, in `dtype` and gathered as the rules require. Called just before a layer runs.
 
         This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
         is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,
-        in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`.
+        in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`. With the
+        `stack` that the module is layer number `layer` of, experts that are not gathered become a `ReadInStack`.
         """
 
         arrays, rest = eqx.partition(module, eqx.is_array)
         gathered = jax.tree.map(self._gather_weight, arrays, axes_of(arrays))
+        if stack is not None:
+            where = functools.partial(self._read_in_stack, layer)
+            gathered = jax.tree.map(where, gathered, axes_of(arrays), arrays, stack, is_leaf=is_stored)
         return eqx.combine(gathered, rest, is_leaf=is_matrices)
+
+    def _read_in_stack(self, layer: jax.Array, whole: Any, axes: Any, own: Any, stack: Any) -> Any:
+        if is_stored(whole) or axes.role is not Role.WEIGHT or axes.stacked != ("expert",):
+            return whole
+        placement = self.placement_of_part(axes, own)
+        if any(placement.gathered + placement.taken) or placement.entered:
+            return whole
+        return ReadInStack(part=whole, stack=stack, layer=layer)
 
     def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
         placement = self.placement_of_part(axes, x)

@@ -63,6 +63,42 @@ class InStack(Matrices):
         return y.reshape(*x.shape[: x.ndim - inputs], *outputs)
 
 
+class ReadInStack(Matrices):
+    """The matrices of layer `layer` in an array [layers, groups, inputs, outputs], with the gradient of `part`.
+
+    `part` is the layer's slice of `stack`. A loop over groups reads each matrix out of `stack`, so XLA never makes the
+    slice; `stack` is a constant of the scan over layers, and the gradients of `part` are stacked by that scan.
+    """
+
+    part: Float[Array, "groups inputs outputs"]
+    stack: Float[Array, "layers groups inputs outputs"]
+    layer: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one layer."""
+        return self.part.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the layer as it is used, which the stack may not have."""
+        return self.part.dtype
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
+        """Return the layer."""
+        return self.part.astype(dtype)
+
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return one matrix."""
+        sizes = (1, 1, *self.shape[1:])
+        found = lax.dynamic_slice(self.stack, (self.layer, group, 0, 0), sizes, allow_negative_indices=False)
+        return found[0, 0].astype(self.dtype)
+
+    def with_gradient(self, gradient: Float[Array, "groups inputs outputs"]) -> "ReadInStack":
+        """Return the cotangent of this container."""
+        return eqx.tree_at(lambda x: (x.part, x.stack, x.layer), self, (gradient, None, None))
+
+
 def on_cpu(function: Any, otherwise: Any, *operands: PyTree) -> Any:
     """Call `function` in programs for a CPU and `otherwise` in others; both return the same."""
     arrays = jax.tree.leaves(operands)
