@@ -1,6 +1,6 @@
 """What holds for every test.
 
-- JAX has 8 virtual CPU devices.
+- JAX has 8 virtual CPU devices, with the threads and limits of collectives that users have.
 - Implicit promotion of dtypes and ranks is an error, as is every warning (`pyproject.toml`).
 - With MOEZOO_CHECK_TYPES=1, as in a part of CI, calls of functions check their annotations in the files of moezoo that
   annotate arrays: a fifth of the time of tests that trace. pyright alone checks those of other files.

@@ -27,6 +27,7 @@ from moezoo.parallel.cache import SETTINGS, use_cache, use_none
 from moezoo.parallel.kernels import Target, device_target
 from moezoo.parallel.mesh import MeshShape, driver_files, mesh_of, start
 from moezoo.parallel.stacked import InStack
+from moezoo.parallel.threads import describe_threads
 
 # The virtual CPU devices of a machine without accelerators: enough for collectives over two axes.
 _CPU_DEVICES = 4
@@ -50,6 +51,8 @@ def find_devices() -> Iterator[Entry]:
         if target == "cpu":
             share = "a run makes as many as its mesh has, which share processors and memory"
             yield from facts(DEVICES, f"{len(alike)} virtual CPU devices: {share}")
+            if threads := describe_threads():
+                yield from facts(DEVICES, threads)
         else:
             yield from facts(DEVICES, f"{len(alike)} x {kind} ({target}), {memory}")
     if jax.process_count() > 1:

@@ -7,11 +7,25 @@ import jax
 from moezoo.host import processors
 
 VARIABLES = ("PJRT_NPROC", "NPROC")  # XLA reads the first that is set, once, when JAX starts
-# XLA's CPU client starts the collectives of a device in order and waits in each, except in a loop: it goes on beside a
-# loop that computes in other threads. So a device waits in one collective outside loops, and in one more for each loop
-# that is under way; two in the steps that have been seen to need more threads than devices.
-_PER_DEVICE, _MOST = 8, 256  # the most that XLA's pool for computations takes
+# XLA's CPU client starts the collectives of a device in order and waits in each, but it goes on beside a loop that
+# computes in other threads. So a device can wait in one collective outside loops, and in one more in each loop that is
+# under way: in three at once in the compiled steps that were read, one of which hung (docs/running.md).
+_PER_DEVICE = 4
+_MOST = 256  # that XLA's pool for computations takes
 _given: str | None = None
+
+
+def describe_threads() -> str:
+    """Return what is done about threads; empty where XLA has enough by itself."""
+    if not _too_few():
+        return ""
+    return (
+        f"moezoo asks XLA for {_PER_DEVICE} threads for each while JAX starts, unless {' or '.join(VARIABLES)} is set"
+    )
+
+
+def _too_few() -> bool:
+    return jax.__version__.startswith("0.10.")
 
 
 def give_threads(devices: int) -> None:
@@ -22,7 +36,7 @@ def give_threads(devices: int) -> None:
     """
     global _given
     take_back_threads()
-    if devices == 1 or not jax.__version__.startswith("0.10.") or any(name in os.environ for name in VARIABLES):
+    if devices == 1 or not _too_few() or any(name in os.environ for name in VARIABLES):
         return
     wanted = min(_PER_DEVICE * devices, _MOST)
     if wanted > processors():

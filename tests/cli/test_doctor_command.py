@@ -128,7 +128,9 @@ def test_drivers_of_accelerators_that_jax_does_not_use(monkeypatch):
 def test_settings_of_jax_that_matter_are_noted():
     with jax.enable_x64(True):
         assert any("JAX_ENABLE_X64" in each for each in texts(doctor_devices.find_devices(), "note"))
-    assert texts(doctor_devices.find_devices(), "note") == []
+    found = list(doctor_devices.find_devices())
+    assert texts(found, "note") == []
+    assert any("PJRT_NPROC" in each for each in texts(found)) is jax.__version__.startswith("0.10.")
 
 
 def test_what_distributed_auto_would_join(monkeypatch):

@@ -2,7 +2,8 @@
 
 Interpretation needs jax 0.12, so these tests run in CI's part on a newer Python. Interpreted kernels show that blocks,
 masks and indices are right; that they run on a device, and how fast, they do not. Each of a program's three warpgroups
-blocks a thread of the CPU while it waits for another: with two threads, as `NPROC=2` gives, they can wait for ever.
+blocks a thread of the CPU while it waits for another: with two threads, as one device on two cores has, they can wait
+for ever. The suite has eight devices, and so at least as many threads.
 """
 
 import functools

@@ -61,6 +61,14 @@ def test_each_wait_has_a_minute_of_its_own():
     assert "60 s for batch 2" in lines[0]
 
 
+def test_a_second_wait_also_has_a_line_after_a_minute():
+    clocks, waits, lines = watched()
+    for number in range(2):
+        waits.begin(f"step {number}")
+        clocks.look(waits, 60)
+    assert len(lines) == 2
+
+
 def test_a_hang_is_told_from_a_slow_machine(monkeypatch):
     """By the processor time of the last seconds; not of accelerators and several processes, where it says nothing."""
     for busy, word in ((1.5, "1.5 processors"), (0.2, "0.2 processors"), (0.05, "kill -9"), (0.0, "resume=FOLDER")):
