@@ -46,7 +46,7 @@ from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 SIZES = (352, 288, 216, 144, 80, 40)
 # The same where weights are read out of a stack, as in generation, and groups have few rows. Most groups are then one
 # block, and a product of 8 rows takes a fraction of the time that it takes to copy the matrix.
-SIZES_OF_FEW, ROWS_PER_GROUP = (8,), 8
+SIZES_OF_FEW, ROWS_PER_GROUP = (16, 8), 16
 
 Mask = Bool[Array, " block"]
 # The rows of blocks for an array of some rows, the smallest first.

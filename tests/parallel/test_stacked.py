@@ -83,7 +83,7 @@ def test_grouped_product(inputs):
 
 @pytest.mark.parametrize(("dtype", "error"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 @pytest.mark.parametrize(
-    ("tokens", "way"), [(1, "few"), (4, "few"), (5, "blocks of few"), (16, "blocks of few"), (17, "blocks")]
+    ("tokens", "way"), [(1, "few"), (4, "few"), (5, "blocks of few"), (17, "blocks of few"), (33, "blocks")]
 )
 def test_experts_of_few_rows(monkeypatch, tokens, way, dtype, error):
     """Two of four experts per token, in each of three ways: spread, all the same two, and a token that goes nowhere."""
