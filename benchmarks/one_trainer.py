@@ -26,11 +26,13 @@ class Trainer(NamedTuple):
         attention: What computes attention.
         step: Makes a step with batch number n, and returns its loss when the step is done.
         arrays: Returns the trained arrays and AdamW's moments, by kind.
+        empty_bytes: The memory of this process when it had imported its libraries and loaded nothing.
     """
 
     attention: str
     step: Callable[[int], float]
     arrays: Callable[[], dict[str, Iterable[np.ndarray]]]
+    empty_bytes: int
 
     def lengths(self) -> dict[str, float]:
         """Return the length of all arrays of each kind, as one vector; added up in float64 without a copy of them."""
@@ -51,7 +53,7 @@ def train_here(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Tr
     from moezoo.parallel.mesh import start
 
     start()
-    _mark_empty()
+    empty = _memory("VmRSS")
     running = Running(compose(f"init_from={folder}", *settings["words"]))
     batches = [jax.block_until_ready(batch_of(running, each)) for each in tokens]
 
@@ -68,7 +70,7 @@ def train_here(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Tr
             for kind, some in kinds.items()
         }
 
-    return Trainer("moezoo", step, arrays)
+    return Trainer("moezoo", step, arrays, empty)
 
 
 def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray) -> Trainer:
@@ -80,7 +82,7 @@ def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray)
     torch.set_num_threads(processors())
     # Of a model with sinks transformers has no other attention that runs on processors.
     attention = "sdpa" if class_of(folder)._supports_sdpa else "eager"
-    _mark_empty()
+    empty = _memory("VmRSS")
     model = load_peer(folder, attention=attention, experts="grouped_mm").train()
     decaying, others = [], []
     for name, parameter in model.named_parameters():
@@ -107,7 +109,7 @@ def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray)
         kinds["second moments"] = [state["exp_avg_sq"] for state in states]
         return {kind: [tensor.detach().numpy() for tensor in some] for kind, some in kinds.items()}
 
-    return Trainer(attention, step, arrays)
+    return Trainer(attention, step, arrays, empty)
 
 
 def main(who: str, folder: Path) -> None:
@@ -129,16 +131,8 @@ def main(who: str, folder: Path) -> None:
         losses = [trainer.step(number % len(tokens)) for number in range(done, done + count)]
         seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - cpu
         done += count
-        peak = _memory("VmHWM") - _state["empty"]
+        peak = _memory("VmHWM") - trainer.empty_bytes
         answer({"seconds": seconds / count, "cpu_seconds": cpu_seconds / count, "losses": losses, "peak_bytes": peak})
-
-
-_state: dict[str, int] = {}
-
-
-def _mark_empty() -> None:
-    """Remember the memory of this process, which has imported its libraries and loaded nothing."""
-    _state["empty"] = _memory("VmRSS")
 
 
 def _cpu_seconds() -> float:

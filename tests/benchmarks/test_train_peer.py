@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_bench import bench
 
-from benchmarks import train_peer
+from benchmarks import one_trainer, train_peer
 from benchmarks.one_trainer import train_here, train_in_pytorch
 from benchmarks.parts import PEER_STEPS
 from moezoo.config.compose import compose
@@ -24,6 +24,12 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 SIZES = "model.vocab=64 model.embed=32 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=16"
 SIZES += " model.expert_mlp=32 batch_size=2 seq_len=16 execution.remat=none optimizer.clip_norm=0.1"
 OURS = f"model=gpt_oss {SIZES} model.window=8"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """PyTorch's threads wait for each other in busy loops, which is slow next to other tests."""
+    monkeypatch.setattr(one_trainer, "processors", lambda: 1)
 
 
 @pytest.fixture(scope="module")
