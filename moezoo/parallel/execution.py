@@ -426,13 +426,13 @@ class Execution:
             gathered = jax.tree.map(where, gathered, axes_of(arrays), arrays, stack, is_leaf=is_stored)
         return eqx.combine(gathered, rest, is_leaf=is_matrices)
 
-    def _read_in_stack(self, layer: jax.Array, whole: Any, axes: Any, own: Any, stack: Any) -> Any:
+    def _read_in_stack(self, layer: Any, whole: Any, axes: Any, own: Any, stack: Any) -> Any:
         if is_stored(whole) or axes.role is not Role.WEIGHT or axes.stacked != ("expert",):
             return whole
         placement = self.placement_of_part(axes, own)
         if any(placement.gathered + placement.taken) or placement.entered:
             return whole
-        return ReadInStack(part=whole, stack=stack, layer=layer)
+        return ReadInStack(part=whole, stack=stack, layer=layer, dtype=whole.dtype)
 
     def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
         placement = self.placement_of_part(axes, x)

@@ -2,6 +2,7 @@
 
 A forward pass without gradients, such as one more token of generation, reads each weight once. XLA copies a slice of a
 stack before a matrix product, so a loop over layers would copy every layer first, experts that no token uses included.
+In training experts are read so, matrix by matrix, and their gradients are those of the layer's slice.
 """
 
 from typing import Any
@@ -73,16 +74,12 @@ class ReadInStack(Matrices):
     part: Float[Array, "groups inputs outputs"]
     stack: Float[Array, "layers groups inputs outputs"]
     layer: Int[Array, ""]
+    dtype: np.dtype = eqx.field(static=True)  # that of `part`; the stack may have another
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one layer."""
         return self.part.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the layer as it is used, which the stack may not have."""
-        return self.part.dtype
 
     def materialise(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
         """Return the layer."""
