@@ -36,7 +36,7 @@ class AdamW(UpdateRule):
         """Return Adam's transformation, followed by the decay."""
         import optax
 
-        adam = optax.scale_by_adam(self.beta1, self.beta2, self.epsilon)
+        adam = optax.scale_by_adam(self.beta1, self.beta2)  # for its moments; updates are made of those that stay
         decay = optax.add_decayed_weights(self.weight_decay, decaying(placements))
 
         def remember(gradients: PyTree, state: Any) -> Any:

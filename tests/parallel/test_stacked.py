@@ -14,7 +14,7 @@ from moezoo.kernels.permute import plan
 from moezoo.nn.linear import project
 from moezoo.parallel.axes import Axes, Role, Weight
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.stacked import FEW_ROWS, InStack
+from moezoo.parallel.stacked import FEW_ROWS, InStack, ReadInStack
 from moezoo.parallel.stored import Stored
 
 LAYERS, LAYER = 3, 2
@@ -115,6 +115,35 @@ def test_experts_of_few_rows(monkeypatch, tokens, way, dtype, error):
         np.testing.assert_allclose(
             np.asarray(found, np.float64), wanted, rtol=0, atol=error * abs(wanted).max() + 1e-30
         )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+def test_experts_of_a_training_step_read_in_the_stack(implementation, dtype):
+    """Results, and gradients of the layer's slice, are those of arrays to the bit; the stack has no gradient."""
+    groups, embed, mlp, tokens = 4, 16, 24, 32
+    shapes = [(groups, embed, mlp)] * 2 + [(groups, mlp, embed)]
+    stacks = [random_array(seed, (LAYERS, *shape)) for seed, shape in enumerate(shapes)]
+    x, gates = random_array(3, (tokens, embed), dtype), abs(random_array(4, (tokens, 2)))
+    ids = np.where(np.arange(tokens)[:, None] < 9, [0, 1], [3, 1])  # group 2 has no rows
+
+    def total(in_stack: bool, stacks: Any, parts: Any, x: Array, gates: Array) -> Array:
+        weights = [part.astype(dtype) for part in parts]
+        if in_stack:
+            where = {"layer": jnp.int32(LAYER), "dtype": np.dtype(dtype)}
+            weights = [ReadInStack(part=w, stack=s, **where) for w, s in zip(weights, stacks, strict=True)]
+        rows = plan(jnp.asarray(ids, jnp.int32), 0, groups)
+        y = routed_mlp(x, gates, rows, *weights, activation=lambda g, u: jnp.tanh(g) * u, implementation=implementation)
+        return (y.astype(jnp.float32) * jnp.arange(embed, dtype=jnp.float32)[None]).sum()
+
+    operands = (stacks, [stack[LAYER] for stack in stacks], x, gates)
+    both = jax.jit(jax.value_and_grad(total, argnums=(1, 2, 3, 4)), static_argnums=0)
+    (wanted, gradients), (found, others) = (both(in_stack, *operands) for in_stack in (False, True))
+    assert float(found) == float(wanted)
+    assert not any(np.any(stack) for stack in others[0])
+    jax.tree.map(np.testing.assert_array_equal, others, gradients)
+    assert not np.any(others[1][0][2])
+    assert np.any(others[1][0][0])
 
 
 class Product(Stored):

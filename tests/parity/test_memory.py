@@ -145,6 +145,16 @@ def test_arrays_of_a_split_sequence(words, context_parallel):
     assert [shape for shape in saved[4096] if shape not in saved[2048]] == [(1, 4096 // 4, cfg.model.embed)]
 
 
+def test_the_scan_does_not_slice_experts():
+    """Where experts are not gathered, no pass makes the slice of a layer: each matrix is read out of the stack."""
+    cfg = moezoo.compose("model=mixtral", "model.layers=3", "model.expert_mlp=96", "execution.remat=none")
+    _, found = read_computations(str(build_step(cfg, build_execution(cfg)).compile().as_text()))
+    sliced = [x.type.split("{")[0] for body in found.values() for x in body.values() if x.op == "dynamic-slice"]
+    experts, embed = cfg.model.experts, cfg.model.embed
+    assert f"f32[1,1,{embed},96]" in sliced
+    assert not {f"f32[1,{experts},{embed},96]", f"f32[{experts},{embed},96]"} & set(sliced)
+
+
 @pytest.mark.parametrize(
     "words",
     [
