@@ -38,9 +38,9 @@ class Transformation(NamedTuple):
     once more, in a pass of its own, and copies every moment first.
 
     Attributes:
-        init: parameters -> the first state.
-        update: (gradients, state, parameters, choose) -> (updates at rate 1, the state that stays), where
-            `choose(new state, state)` is the state that stays. `choose` is `newest` unless it is given.
+        init: A function of the parameters that returns the first state.
+        update: A function of gradients, state, parameters and `choose`, by default `newest`. It returns the updates at
+            rate 1 and the state that stays, which is `choose(new state, state)`.
     """
 
     init: Callable[[PyTree], Any]

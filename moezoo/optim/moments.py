@@ -41,10 +41,10 @@ def kept_in(
     Gradients and parameters may have any dtype. Updates are float32, and computed from moments as they are kept.
 
     Args:
-        dtype: Of the floats of the state.
-        init: parameters -> the first state.
-        remember: (gradients, state) -> the new state.
-        direct: (the state that stays, parameters) -> updates.
+        dtype: The dtype of the floats of the state.
+        init: A function of the parameters that returns the first state.
+        remember: A function of gradients and state that returns the new state.
+        direct: A function of the state that stays and the parameters that returns the updates.
     """
 
     def update(gradients: PyTree, state: Any, parameters: PyTree, choose: Choose = newest) -> tuple[PyTree, Any]:
