@@ -35,8 +35,8 @@ class Keys:
         "with chat: a Hugging Face folder, of which tokenizer and chat template are taken", "FOLDER", default=None
     )
     template: str | None = key("with chat: a file with another chat template", "FILE", default=None)
-    loss_on: Literal["assistant", "last", "all"] = key(
-        "with chat: which tokens are predicted, as data.loss_on", "assistant|last|all", default="assistant"
+    loss_on: Literal["assistant", "last", "each", "all"] = key(
+        "with chat: which tokens are predicted, as data.loss_on", "assistant|last|each|all", default="assistant"
     )
     number: int = key("with chat: the number of the chat in the file", default=1, valid=Range(at_least=1))
 
@@ -73,14 +73,16 @@ def _print_chat(keys: Keys) -> None:
         tokenizer = tokenizer or str(Path(keys.folder) / "tokenizer.json")
     chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on)
     try:
-        encoded = chat.encode_line(keys.number)
+        examples = chat.encode_line(keys.number)
     except UserError as error:  # training has these keys in its section `data`
         raise UserError(re.sub(r"\bdata\.(template|tokenizer)=", r"\1=", str(error))) from error
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
-    print(encoded.with_marks(open_, close))
-    predicted = int(encoded.mask[1:].sum())
-    print(f"{len(encoded.ids):,} tokens, of which {predicted:,} are predicted", file=sys.stderr)
+    for encoded in examples:
+        print(encoded.with_marks(open_, close))
+    tokens, predicted = sum(len(e.ids) for e in examples), sum(int(e.mask[1:].sum()) for e in examples)
+    several = f"{len(examples)} examples: " * (len(examples) != 1)
+    print(f"{several}{tokens:,} tokens, of which {predicted:,} are predicted", file=sys.stderr)
 
 
 COMMAND = KeysCommand(

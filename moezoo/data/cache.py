@@ -9,10 +9,10 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -28,7 +28,7 @@ from moezoo.typed import show
 
 # The bytes of text in a shard of the training order; in Parquet a row group is one.
 SHARD = 2**26
-_FORMAT = 2  # of an entry; another number makes older entries unused
+_FORMAT = 3  # of an entry; another number makes older entries unused
 
 
 class Kept(NamedTuple):
@@ -37,13 +37,15 @@ class Kept(NamedTuple):
     - `corpus`: the documents; their ids stay on disk;
     - `names`: the name of each document, or none;
     - `shards`: the index in the ids at which each shard begins;
-    - `sha256`: of all ids and, with one, of the mask.
+    - `sha256`: of all ids and, with one, of the mask;
+    - `about`: what `How.about` returned.
     """
 
     corpus: Corpus
     names: list[str]
     shards: Int64[np.ndarray, "shards"]
     sha256: str
+    about: Mapping[str, Any]
 
 
 class How(NamedTuple):
@@ -53,7 +55,8 @@ class How(NamedTuple):
     - `tokenizer`, `tokenizer_path`: what makes the ids, and its file; None for bytes;
     - `end`: the id at the end of each document; None for none;
     - `dtype`: it holds every id;
-    - `make`: makes the ids of a document, and its mask; None for those of all its text.
+    - `make`: makes the ids of a document, and its mask; None for those of all its text;
+    - `about`: returns what else is to be known of the documents that were made, as JSON: `notes`, lines for a user.
     """
 
     reader: str
@@ -62,11 +65,12 @@ class How(NamedTuple):
     end: int | None
     dtype: np.dtype
     make: Make | None = None
+    about: Callable[[], Mapping[str, Any]] = dict
 
 
 def nothing(dtype: np.dtype) -> Kept:
     """Return what an entry without documents would hold."""
-    return Kept(concatenate([], dtype), [], np.zeros(1, np.int64), hashlib.sha256().hexdigest())
+    return Kept(concatenate([], dtype), [], np.zeros(1, np.int64), hashlib.sha256().hexdigest(), {})
 
 
 def cache_folder(cache: str) -> Path:
@@ -111,7 +115,7 @@ def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) ->
         verify(path, files)
         metadata = files.metadata
         shards = np.array(metadata["shards"], np.int64)
-        return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"])
+        return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"], metadata["about"])
     except (UserError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{show(str(entry))} is damaged; remove this folder, and start again ({error})") from error
 
@@ -143,7 +147,7 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
 
     unit = "byte" if isinstance(how.tokenizer, Bytes) else "token"
     about = {"vocab": how.tokenizer.vocab, "unit": unit, "shards": shards, "names": names}
-    write_token_files(path, ids(), how.dtype, lambda: about)
+    write_token_files(path, ids(), how.dtype, lambda: {**about, "about": how.about()})
 
 
 def _state(found: Found, path: Path) -> tuple[int, int, int]:

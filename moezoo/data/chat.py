@@ -6,15 +6,18 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from moezoo.data.cache import How, Kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import read_chat
+from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, Template, file_template, folder_template
-from moezoo.data.corpus import Ids, Split
+from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
 from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
@@ -37,11 +40,12 @@ class Chat(FileSettings):
     - `field`: the key of the messages in each object;
     - `template`: a file with the template; None for that in the folder of `tokenizer`;
     - `date`: what the template sees as today, as YYYY-MM-DD;
-    - `loss_on`: which tokens are predicted, as in `moezoo.data.chat_format.ChatFormat.encode`;
+    - `loss_on`: which tokens are predicted, as in `moezoo.data.chat_format.ChatFormat.encode`. With `each`, a chat is a
+      document for each turn of the assistant: the chat up to there as the template shows it then, with the loss on it;
     - `too_long`: whether a chat that is longer than a row is cut at its end, or left out; chats in `packing=stream` are
       neither;
-    - `end_token`: a token at which answers end, next to `eos_token` of tokenizer_config.json. It is added to no chat:
-      the template writes what ends a turn.
+    - `end_token`: a token at which answers end, next to those by which the template ends them and `eos_token` of
+      tokenizer_config.json. It is added to no chat: the template writes what ends a turn.
     """
 
     field: str = "messages"
@@ -53,6 +57,7 @@ class Chat(FileSettings):
 
     kind: ClassVar[str] = "chat"
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    answers: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,37 +70,60 @@ class Chat(FileSettings):
         return f"chat {self.field} {self.loss_on} {self.date} {digest}"
 
     def documents(self, found: Found) -> Iterator[Document]:
-        for line in read_lines(found):
-            parse_object(line.text, line.where, _LIKE)
-            yield line
+        for number, line in enumerate(read_lines(found)):
+            record = parse_object(line.text, line.where, _LIKE)
+            if self.loss_on != "each":
+                yield line
+                continue
+            try:
+                turns = read_chat(record, self.field).turns
+            except UserError as error:
+                raise UserError(f"{line.where}: {error}") from error
+            for turn in turns:
+                yield line._replace(turn=turn, name=str(number))
 
     def load(self, *, seed: int, vocab: int) -> Source:
         source, tokenizer = super().load(seed=seed, vocab=vocab), self.read_tokenizer()
         decode = tokenizer.decode_special if isinstance(tokenizer, HuggingFace) else tokenizer.decode
-        return dataclasses.replace(source, decode=decode, ends=self.ends(tokenizer), too_long=self.too_long)
+        return dataclasses.replace(source, decode=decode, too_long=self.too_long, held_out=())
+
+    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+        facts = super().describe(found, read)
+        if self.loss_on == "each":
+            facts["examples"] = f"{len(read.names):,}, one for each turn of {len(set(read.names)):,} chats"
+        return facts
 
     def split(self, read: Kept) -> Split:
+        if self.loss_on == "each" and len(set(read.names)) > 1:  # all turns of a chat are on the same side
+            chats = np.array(read.names, np.int64)
+            held_out = hold_out(read.corpus, select_held_out_by_index(chats.max() + 1)[chats])
+            return held_out._replace(how=f"1 chat in {HELD_OUT}, by a hash of its index")
         # The hash of an index holds out one of two documents; of a single one, the end would be held out.
         if read.corpus.documents < 2:
             raise UserError(f"data.path={self.path} has one chat alone; give more, or set data.validation")
         return super().split(read)
 
-    def encode_line(self, number: int) -> EncodedChat:
-        """Return the chat number `number`, from 1, of `path`. Raises `UserError` as training on it does."""
+    def encode_line(self, number: int) -> list[EncodedChat]:
+        """Return what is trained of chat number `number`, from 1, of `path`. Raises `UserError` as training on it."""
         found = find_files(self.path or "", key="chat", suffixes=self.suffixes)
-        document = next(itertools.islice(self.documents(found), number - 1, None), None)
+        document = next(itertools.islice(read_lines(found), number - 1, None), None)
         if document is None:
             raise UserError(f"{found.shown} has no chat number {number}; choose a smaller number")
+        parse_object(document.text, document.where, _LIKE)
         with self.format() as chats:
             try:
-                return self._encode(chats, document)
+                return chats.examples(read_chat(json.loads(document.text), self.field), self.loss_on)
             except UserError as error:
                 raise UserError(f"{document.where}: {error}") from error
 
-    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+    def ends(self, tokenizer: Tokenizer, about: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         if not isinstance(tokenizer, HuggingFace):
             return ()
-        return _ends(tokenizer, self.end_token, self.read_template())
+        found = next((each["ends"] for each in about if "ends" in each), None)
+        if found is None:
+            with self.format() as chats:
+                found = chats.ends()
+        return _ends(tokenizer, self.end_token, found, self.read_template())
 
     def read_template(self) -> Template:
         """Return the chat template. Raises `UserError` if there is none, or it is damaged."""
@@ -134,16 +162,27 @@ class Chat(FileSettings):
         return super()._how(vocab)._replace(end=None)
 
     def _read(self, found: Found, how: How) -> Kept:
+        lost: list[str] = []
         with self.format() as chats:
 
             def make(document: Document) -> Ids:
-                encoded = self._encode(chats, document)
+                chat = read_chat(json.loads(document.text), self.field)
+                try:
+                    if document.turn is None:
+                        encoded = chats.encode(chat, self.loss_on)
+                    else:
+                        encoded = chats.encode(chat.until(document.turn), "last")
+                except RenderError as error:
+                    if error.fault != "ended":
+                        raise
+                    lost.append(f"{document.where} is left out: {error}")  # no other chat is the worse for it
+                    return Ids(np.zeros(0, how.dtype), np.zeros(0, bool))
                 return Ids(encoded.ids.astype(how.dtype), encoded.mask)
 
-            return super()._read(found, how._replace(make=make))
+            def about() -> dict[str, Any]:
+                return {"notes": [*chats.notes(), *lost], "ends": chats.ends()}
 
-    def _encode(self, chats: ChatFormat, document: Document) -> EncodedChat:
-        return chats.encode(read_chat(json.loads(document.text), self.field), self.loss_on)
+            return super()._read(found, how._replace(make=make, about=about))
 
 
 def folder_format(folder: str) -> ChatFormat:
@@ -153,7 +192,8 @@ def folder_format(folder: str) -> ChatFormat:
 
 def folder_ends(folder: str) -> tuple[int, ...]:
     """Return the tokens at which answers end in the template of a folder. Raises as `folder_format` does."""
-    return _ends(_folder_tokenizer(folder), None, _own_template(folder))
+    with folder_format(folder) as chats:
+        return _ends(_folder_tokenizer(folder), None, chats.ends(), _own_template(folder))
 
 
 def _own_template(folder: str) -> Template:
@@ -164,9 +204,9 @@ def _folder_tokenizer(folder: str) -> HuggingFace:
     return HuggingFace(Path(os.path.expanduser(folder)) / "tokenizer.json", key="tokenizer")
 
 
-def _ends(tokenizer: HuggingFace, end_token: str | None, template: Template) -> tuple[int, ...]:
-    ids = [tokenizer.token_id(text) for text in (end_token, template.variables.get("eos_token")) if text]
-    return tuple(dict.fromkeys(number for number in ids if number is not None))
+def _ends(tokenizer: HuggingFace, end_token: str | None, found: Sequence[int], template: Template) -> tuple[int, ...]:
+    own, eos = (tokenizer.token_id(text) if text else None for text in (end_token, template.variables.get("eos_token")))
+    return tuple(dict.fromkeys(number for number in (own, *found, eos) if number is not None))
 
 
 def check_date(date: str, *, key: str) -> None:

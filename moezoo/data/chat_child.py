@@ -1,29 +1,27 @@
 """The process that renders chats. Only this module uses jinja2, and it imports nothing of moezoo.
 
 `chat_renderer` starts this file. A template is a program from the internet, so it runs here: in jinja2's sandbox, which
-has no loader and no attributes of Python's own, within a limit of memory, and a limit of processor time after which the
-system ends the process. Requests and answers are lines of JSON, as this module's functions read and return them.
+has no loader and no attributes of Python's own, within limits of text, steps and memory, and of processor time, after
+which the system ends the process. Requests and answers are lines of JSON, as the functions here read and return them.
 """
 
 import datetime
-import itertools
 import json
 import re
 import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
-from jinja2 import ext, nodes, sandbox, utils
+from jinja2 import ext, meta, nodes, sandbox, utils
 from jinja2.exceptions import SecurityError
 
 _NAME = "<chat template>"
-# How much of two texts that differ is shown, on each side of the first difference.
-_AROUND = 30
+_COUNTED = "moezoo_counted"  # the filter around what each loop goes through
 # JSON's escapes of a character of plane 16, which only moezoo puts into texts.
 _ESCAPED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
@@ -40,18 +38,29 @@ class _RaisedError(Exception):
     """The template called `raise_exception`."""
 
 
-class _Rendered(NamedTuple):
-    """A text, and the parts of it that blocks `{% generation %}` have made, as [begin, end]."""
+class _Steps:
+    """Counts what a rendering does, so that the same chats are refused on every machine."""
 
-    text: str
-    spans: list[list[int]]
+    def __init__(self, most: int):
+        self.most = self.left = most
+
+    def take(self, number: int) -> None:
+        self.left -= number
+        if self.left < 0:
+            raise RefusalError("steps")
+
+    def count(self, items: Any) -> list[Any]:
+        """Return the items that a loop goes through."""
+        found = list(items)
+        self.take(len(found))
+        return found
 
 
 class _Generation(ext.Extension):
     """The block `{% generation %}`: what the assistant has written stands between marks."""
 
     tags = {"generation"}  # noqa: RUF012 as jinja2 declares it
-    marks = ("", "")
+    marks, within = ("", ""), False
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -59,11 +68,19 @@ class _Generation(ext.Extension):
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        return self.marks[0] + caller() + self.marks[1]
+        text = caller()
+        begin, end = (len(text) - len(text.lstrip()), len(text.rstrip())) if self.within else (0, len(text))
+        return text[:begin] + self.marks[0] + text[begin : max(begin, end)] + self.marks[1] + text[max(begin, end) :]
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, in which what is not allowed ends the template, instead of being empty text."""
+
+    steps: _Steps
+
+    def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
+        self.steps.take(1)
+        return super().call(context, obj, *arguments, **named)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
         raise SecurityError(f"access to {attribute!r} of {type(obj).__name__}")
@@ -91,32 +108,30 @@ class Chats:
     """The templates of a tokenizer.
 
     Args:
-        setup: `templates` (name -> text), `variables` of all chats, `date` (that templates see, as YYYY-MM-DD), `marks`
-            (two characters that are in no text), and `most`, the largest number of bytes of a rendered text.
+        setup: `templates` (name -> text), `variables` of all chats, `date` (that templates see, as YYYY-MM-DD), and the
+            most that a rendering may have: `most`, bytes of text, and `steps`, items of loops and calls of functions.
     """
 
     def __init__(self, setup: Mapping[str, Any]):
-        begin, end = _Generation.marks = tuple(setup["marks"])
-        self._marked = re.compile(f"({begin}[^{begin}{end}]*{end})")
-        self._stray = re.compile(f"[{begin}{end}]")
         self._variables, self._most = setup["variables"], setup["most"]
+        self._steps = _Steps(setup["steps"])
         date = datetime.datetime.fromisoformat(setup["date"])
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
-        environment.filters["tojson"] = _to_json
+        environment.steps = self._steps
+        environment.filters |= {"tojson": _to_json, _COUNTED: self._steps.count}
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: date.strftime(form)}
         environment.globals |= {"dict": lambda *items, **named: dict(*items, **named), "namespace": _Namespace}
         # They would render a chat differently in every run.
         del environment.filters["random"], environment.globals["lipsum"]
+        self._trees: dict[str, nodes.Template] = {}
         self._templates = {name: self._compile(environment, name, text) for name, text in setup["templates"].items()}
-        # Comments and texts may have the word too.
-        self._marks = {
-            name: any(kind == "name" and word == "endgeneration" for _, kind, word in environment.lex(text))
-            for name, text in setup["templates"].items()
-        }
 
     def _compile(self, environment: Any, name: str, text: str) -> jinja2.Template:
         try:
-            code = environment.compile(text, name, _NAME)
+            self._trees[name] = tree = environment.parse(text, name, _NAME)
+            for loop in tree.find_all(nodes.For):
+                loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+            code = environment.compile(tree.set_environment(environment), name, _NAME)
             return environment.template_class.from_code(environment, code, environment.make_globals(None))
         except jinja2.TemplateError as error:
             raise RefusalError(
@@ -125,51 +140,31 @@ class Chats:
         except (RecursionError, SyntaxError, OverflowError, ValueError) as error:
             raise RefusalError("syntax", template=name, line=None, text=_words(error)) from error
 
+    def describe(self) -> dict[str, Any]:
+        """Return, by template, which blocks `{% generation %}` and variables (of moezoo, or undefined) it has."""
+        blocks = {name: any(map(_is_block, tree.find_all(nodes.CallBlock))) for name, tree in self._trees.items()}
+        return {
+            "marked": blocks,
+            "names": {n: sorted(meta.find_undeclared_variables(tree)) for n, tree in self._trees.items()},
+        }
+
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Render a chat.
+        """Return the `text` of a chat.
 
         Args:
-            request: `messages`, `tools` (or null), `variables` of this chat, and `task`: `prompt` adds the beginning of
-                an answer; `all` renders the messages alone, and `assistant` and `last` also find what the assistant
-                has written, in all messages or in its last one.
-
-        Returns:
-            `text`; `spans`, the parts of it that the assistant has written, as [begin, end]; and `marked`, whether they
-            are those of blocks `{% generation %}`.
+            request: `messages`, `tools` (or null), `variables` of this chat, `prompt`, whether the beginning of an
+                answer is added, and `marks`, the texts around each block `{% generation %}`; where `within`, they stand
+                inside its white space.
         """
-        messages, task = request["messages"], request["task"]
-        name = "tool_use" if request["tools"] and "tool_use" in self._templates else "default"
-
-        def render(until: int, prompt: bool = False) -> _Rendered:
-            try:
-                return self._render(self._templates[name], request, messages[:until], prompt)
-            except RefusalError as error:
-                if until < len(messages):
-                    error.answer["until"] = until
-                raise
-
-        whole = render(len(messages), task == "prompt")
-        answer: dict[str, Any] = {"text": whole.text, "spans": [], "marked": self._marks[name]}
-        if task not in ("assistant", "last"):
-            return answer
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        turns = turns[-1:] if task == "last" else turns
-        if not self._marks[name]:
-            answer["spans"] = [_find_turn(number, render, whole.text) for number in turns]
-        elif task == "assistant":
-            answer["spans"] = whole.spans
-        elif turns:
-            before = len(render(turns[0]).spans) if turns[0] else 0
-            answer["spans"] = whole.spans[before:]
-        return answer
-
-    def _render(
-        self, template: jinja2.Template, request: Mapping[str, Any], messages: Sequence[Any], prompt: bool
-    ) -> _Rendered:
-        values = {**self._variables, **request["variables"], "messages": messages, "add_generation_prompt": prompt}
+        template = self._templates["tool_use" if request["tools"] and "tool_use" in self._templates else "default"]
+        _Generation.marks, _Generation.within = request["marks"], request["within"]
+        self._steps.left = self._steps.most
+        values = {**self._variables, **request["variables"], "messages": request["messages"]}
         parts, size = [], 0
         try:
-            for part in template.generate(documents=None, tools=request["tools"], **values):
+            for part in template.generate(
+                documents=None, tools=request["tools"], add_generation_prompt=request["prompt"], **values
+            ):
                 size += len(part.encode())
                 if size > self._most:
                     raise RefusalError("size")
@@ -184,28 +179,13 @@ class Chats:
             raise RefusalError("memory") from error
         except Exception as error:  # a template can raise whatever Python raises
             raise RefusalError("failed", text=_words(error), line=_line(error)) from error
-        text, spans, begin = "", [], 0
-        for part in self._marked.split("".join(parts)):
-            if self._marked.fullmatch(part):
-                part = part[1:-1]
-                spans.append([begin, begin + len(part)])
-            if self._stray.search(part):
-                raise RefusalError("failed", text="a block {% generation %} is inside another, or cut", line=None)
-            text += part
-            begin += len(part)
-        return _Rendered(text, [span for span in spans if span[0] < span[1]])
+        return {"text": "".join(parts)}
 
 
-def _find_turn(number: int, render: Any, whole: str) -> list[int]:
-    """Return the part of `whole` that message `number` adds to the beginning of an answer to the messages before it."""
-    before = render(number, prompt=True).text
-    with_turn = render(number + 1).text
-    for what, begin, text in (("answer", before, with_turn), ("history", with_turn, whole)):
-        if not text.startswith(begin):
-            at = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(begin, text, strict=False)))
-            around = slice(max(0, at - _AROUND), at + _AROUND)
-            raise RefusalError("no_prefix", what=what, message=number, first=begin[around], second=text[around])
-    return [len(before), len(with_turn)]
+def _is_block(node: nodes.CallBlock) -> bool:
+    """Return whether a node is a block `{% generation %}`."""
+    called = node.call.node
+    return isinstance(called, nodes.ExtensionAttribute) and called.identifier == _Generation.identifier
 
 
 def _raise(message: Any) -> None:
@@ -229,7 +209,7 @@ def _line(error: BaseException) -> int | None:
 
 
 def _serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the answer to each line: that of the first, the setup, is empty."""
+    """Yield the answer to each line: that of the first, the setup, is what `Chats.describe` returns."""
     chats, seconds = None, 0.0
     for line in lines:
         message = json.loads(line)
@@ -239,11 +219,13 @@ def _serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
                 with suppress(ValueError, OSError):  # not every system has all of them
                     most = message["memory"] if limit == resource.RLIMIT_AS else 0
                     resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
-        # By default this signal ends the process, whatever it is doing. Other work of the machine does not count.
+        # The last guard, against what is not counted. By default this signal ends the process, whatever it is doing.
+        # Other work of the machine does not count.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
             if chats is None:
-                chats, answer = Chats(message), {}
+                chats = Chats(message)
+                answer = chats.describe()
             else:
                 answer = chats.answer(message)
         except RefusalError as refusal:

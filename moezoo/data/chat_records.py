@@ -13,7 +13,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # What a chat's own variables must not replace.
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
 # The names under which an assistant's thoughts are stored; templates read the first two.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# The names under which records say whether a message is trained on: 0 or false for not.
+_WEIGHTS = ("weight", "loss", "loss_weight", "train")
+_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS}
 _DEEPEST = 100
 # Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
 _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
@@ -22,14 +25,32 @@ _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
 class Chat(NamedTuple):
     """A chat, checked.
 
-    - `messages`: objects with `role`, `content` (a text, where there is one) and what else a template reads;
+    - `messages`: objects with `role`, `content` (where there is one, a text or a list of parts with `text`) and what
+      else a template reads. The arguments of calls are objects, where they are JSON;
     - `tools`: descriptions of tools; None without any;
-    - `variables`: further variables of the template.
+    - `variables`: further variables of the template;
+    - `excluded`: the numbers, from 0, of messages that are not trained on;
+    - `others`: the keys of messages that moezoo does not know, once for each message;
+    - `text_calls`: the messages with the arguments of calls as texts; None without any.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     variables: dict[str, Any]
+    excluded: frozenset[int] = frozenset()
+    others: tuple[str, ...] = ()
+    text_calls: list[dict[str, Any]] | None = None
+
+    @property
+    def turns(self) -> list[int]:
+        """The numbers, from 0, of the assistant's messages that are trained on."""
+        roles = enumerate(message["role"] for message in self.messages)
+        return [number for number, role in roles if role == "assistant" and number not in self.excluded]
+
+    def until(self, number: int) -> "Chat":
+        """Return the chat up to message `number`, from 0."""
+        calls = None if self.text_calls is None else self.text_calls[: number + 1]
+        return self._replace(messages=self.messages[: number + 1], text_calls=calls)
 
     def guarded(self, guard: Callable[[str], str]) -> "Chat":
         """Return the chat with every text replaced by `guard(text)` that the assistant has not written."""
@@ -39,7 +60,12 @@ class Chat(NamedTuple):
             else message
             for message in self.messages
         ]
-        return Chat(messages, _map_texts(self.tools, guard), _map_texts(self.variables, guard))
+        calls = self.text_calls and [
+            with_calls if with_calls["role"] == "assistant" else message
+            for message, with_calls in zip(messages, self.text_calls, strict=True)
+        ]
+        tools, variables = _map_texts(self.tools, guard), _map_texts(self.variables, guard)
+        return self._replace(messages=messages, tools=tools, variables=variables, text_calls=calls)
 
 
 def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
@@ -47,10 +73,10 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
 
     Args:
         record: The object. `field` is a list of messages, which have `role` and `content`: a text, a list of parts such
-            as {"type": "text", "text": ...}, which are joined, or null next to `tool_calls`. Keys that are null are
-            left out, and thoughts get both names that templates have for them, as in transformers. Instead of
-            `field` there may be `prompt` and `completion`: lists of messages, or the texts of one of the user and one
-            of the assistant.
+            as {"type": "text", "text": ...}, or null next to `tool_calls`. Keys that are null are left out, and
+            thoughts get both names that templates have for them, as in transformers. A message whose `weight`, `loss`,
+            `loss_weight` or `train` is 0 or false is not trained on. Instead of `field` there may be `prompt` and
+            `completion`: lists of messages, or the texts of one of the user and one of the assistant.
             Optional are `tools` and `chat_template_kwargs`, an object of variables for the template. A list of tools
             and the arguments of a call may also be JSON text. Other keys have no effect.
         field: The key of the messages.
@@ -62,6 +88,9 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
     if not messages:
         raise UserError(f"{show(field)} is empty; give at least one message, or leave the line out")
     checked = [_check_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
+    excluded = frozenset(
+        number for number, message in enumerate(checked) if _is_excluded(message, f"message {number + 1}")
+    )
     tools = _from_json(record.get("tools"), list)
     if not (tools is None or isinstance(tools, list)):
         raise UserError(f"tools is {kind(tools)}, not an array; write a list of objects, or null")
@@ -70,8 +99,13 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
         raise UserError(f"chat_template_kwargs is {kind(variables)}, not an object; write names and values")
     if taken := [name for name in variables or {} if name in _TAKEN]:
         raise UserError(f"chat_template_kwargs has {taken[0]}, which every template has already; leave it out")
-    chat = Chat(checked, tools or None, variables or {})
-    _map_texts([chat.messages, chat.tools, chat.variables], _check_text)
+    others = tuple(name for message in checked for name in message if name not in _KNOWN)
+    calls = None
+    if any("tool_calls" in message for message in checked):
+        calls = [_map_arguments(message, _to_text) for message in checked]
+    objects = [_map_arguments(message, lambda value: _from_json(value, dict)) for message in checked]
+    chat = Chat(objects, tools or None, variables or {}, excluded, others, calls)
+    _map_texts([chat.messages, chat.tools, chat.variables, calls], _check_text)
     return chat
 
 
@@ -107,9 +141,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls", [])
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
-    if calls:
-        message["tool_calls"] = [_read_arguments(call) for call in calls]
-    name = next((name for name in _REASONING if name in message), "")
+    name = next((name for name in THOUGHTS if name in message), "")
     thoughts = message.get(name)
     if not (thoughts is None or isinstance(thoughts, str)):
         raise UserError(f"{where}: {name} is {kind(thoughts)}, expected a string; correct it")
@@ -121,27 +153,48 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         return message
     content = message["content"]
     if isinstance(content, list):
-        content = "".join(_part_text(part, f"{where}: part {number}") for number, part in enumerate(content, 1))
-    if not isinstance(content, str):
+        for number, part in enumerate(content, 1):
+            _check_part(part, f"{where}: part {number}")
+    elif not isinstance(content, str):
         raise UserError(f"{where}: content is {kind(content)}, expected a string; correct it")
-    return {**message, "content": content}
+    return message
 
 
-def _part_text(part: Any, where: str) -> str:
+def _is_excluded(message: dict[str, Any], where: str) -> bool:
+    """Take the keys out of a message that say whether it is trained on, and return whether it is not."""
+    found = {name: message.pop(name) for name in _WEIGHTS if name in message}
+    for name, value in found.items():
+        if value not in (0, 1):
+            raise UserError(f"{where}: {name} is {show(json.dumps(value))}, expected 0 or 1; correct it")
+    return not all(found.values())
+
+
+def _check_part(part: Any, where: str) -> None:
     if not isinstance(part, dict):
         raise UserError(f'{where} of content is {kind(part)}, expected {{"type": "text", "text": ...}}')
     if part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise UserError(
             f"{where} of content has type {show(json.dumps(part.get('type')))} and no text; only text is read"
         )
-    return part["text"]
 
 
-def _read_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object, where they are one as JSON text: templates write them as JSON."""
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _read_arguments(call["function"])}
-    return {**call, "arguments": _from_json(call["arguments"], dict)} if "arguments" in call else call
+def _map_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message in which the arguments of calls are changed."""
+
+    def call(found: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(found.get("function"), dict):
+            return {**found, "function": call(found["function"])}
+        return {**found, "arguments": change(found["arguments"])} if "arguments" in found else found
+
+    return (
+        {**message, "tool_calls": [call(found) for found in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+    )
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _from_json(value: Any, expected: type) -> Any:

@@ -16,26 +16,27 @@ from moezoo.data.chat_template import Template
 from moezoo.errors import UserError
 from moezoo.typed import show
 
-# Limits of one chat: seconds of processor time, bytes of rendered text, bytes of memory of the process.
-SECONDS, MOST_BYTES, MEMORY = 5.0, 10_000_000, 2**30
-# Two characters for private use, which no text may have: they stand around what the assistant has written.
-MARKS = ("\U0010fffc", "\U0010fffd")
+# Limits of one rendering: bytes of text, items of loops and calls of functions, bytes of memory of the process, and as
+# the last guard, against what is not counted, seconds of processor time.
+MOST_BYTES, STEPS, MEMORY, SECONDS = 10_000_000, 20_000_000, 2**30, 120.0
 # The sandbox of older ones can be left.
 _OLDEST = (3, 1, 6)
 _CHILD = Path(__file__).with_name("chat_child.py")
 
 
-class Rendered(NamedTuple):
-    """A rendered chat.
+class RenderError(UserError):
+    """A template does not render a chat; `fault` says why, as `chat_child` does."""
 
-    - `text`: all of it;
-    - `spans`: the parts of it that the assistant has written, as [begin, end];
-    - `marked`: whether these are the template's own blocks `{% generation %}`, not differences of texts.
-    """
+    def __init__(self, message: str, fault: str):
+        super().__init__(message)
+        self.fault = fault
 
-    text: str
-    spans: list[tuple[int, int]]
+
+class About(NamedTuple):
+    """A template, read: whether it has blocks `{% generation %}`, and the variables that it does not set itself."""
+
     marked: bool
+    names: frozenset[str]
 
 
 class Renderer:
@@ -60,9 +61,9 @@ class Renderer:
             "templates": template.texts,
             "variables": template.variables,
             "date": date,
-            "marks": MARKS,
             "seconds": SECONDS,
             "most": MOST_BYTES,
+            "steps": STEPS,
             "memory": MEMORY,
         }
 
@@ -79,32 +80,42 @@ class Renderer:
         for child in children:
             child.close()
 
-    def render(self, request: Mapping[str, Any]) -> Rendered:
+    def about(self, *, tools: bool) -> About:
+        """Return what the template of chats with, or without, tools is. Raises `UserError` if it is damaged."""
+        child = self._take()
+        with self._lock:
+            self._idle.append(child)
+        name = "tool_use" if tools and "tool_use" in self._template.texts else "default"
+        return About(child.about["marked"][name], frozenset(child.about["names"][name]))
+
+    def render(self, request: Mapping[str, Any]) -> str:
         """Return the text of a chat; `request` is as `chat_child.Chats.answer` takes it.
 
         Raises:
-            UserError: The template is damaged, refuses the chat, reaches for what the sandbox has not, or needs too
-                much time, text or memory for it; what it writes does not begin with what it wrote for fewer messages.
+            UserError: The template is damaged.
+            RenderError: It refuses the chat, fails, reaches for what the sandbox has not, or needs too much time, text
+                or memory; or its process has ended.
         """
         child = self._take()
-        if (fault := child.start(self._setup)) is not None:
-            child.close()
-            raise UserError(self._explain_setup(fault))
         answer = child.ask(request)
         if child.alive:
             with self._lock:
                 self._idle.append(child)
         if "fault" in answer:
-            raise UserError(self._explain(answer))
-        return Rendered(answer["text"], [(begin, end) for begin, end in answer["spans"]], answer["marked"])
+            raise RenderError(self._explain(answer), answer["fault"])
+        return answer["text"]
 
     def _take(self) -> "_Child":
+        """Return a process that has read the template."""
         with self._lock:
             if self._idle:
                 return self._idle.pop()
             child = _Child()
             self._all.append(child)
-            return child
+        if "fault" in (answer := child.start(self._setup)):
+            child.close()
+            raise UserError(self._explain_setup(answer))
+        return child
 
     def _explain_setup(self, fault: Mapping[str, Any]) -> str:
         """Return the message about a template that cannot be read."""
@@ -115,26 +126,13 @@ class Renderer:
     def _explain(self, answer: Mapping[str, Any]) -> str:
         """Return the message about a chat that cannot be rendered."""
         shown, fault = self._template.shown, answer["fault"]
-        some = f" the first {answer['until']} messages of" if "until" in answer else ""
-        if fault == "no_prefix":
-            first, second = show(json.dumps(answer["first"])), show(json.dumps(answer["second"]))
-            number = answer["message"] + 1
-            texts = {
-                "answer": f"the beginning of an answer is rendered as {first}, and message {number} as {second}",
-                "history": f"the chat up to message {number} ends with {first}, and the whole has {second} there",
-            }
-            last = ", or set data.loss_on=last" if answer["what"] == "history" else ""
-            return (
-                f"{shown} does not show which text is the assistant's: {texts[answer['what']]}; give a template that "
-                f"has {{% generation %}} around it{last}"
-            )
         if fault == "raised":
-            return f"{shown} refuses{some} this chat: {show(answer['text'])}"
+            return f"{shown} refuses this chat: {show(answer['text'])}"
         if fault == "unsafe":
             return f"{shown}{_at_line(answer)} does what a template must not do ({show(answer['text'])}); give another"
         if fault == "failed":
-            return f"{shown}{_at_line(answer)} fails for{some} this chat ({show(answer['text'])}); correct one of them"
-        return f"rendering{some} it by {shown} {_limit(answer)}; correct the template or leave the chat out"
+            return f"{shown}{_at_line(answer)} fails for this chat ({show(answer['text'])}); correct one of them"
+        return f"rendering it by {shown} {_limit(answer)}; correct the template or leave the chat out"
 
 
 def _jinja2() -> tuple[int, ...]:
@@ -152,7 +150,8 @@ def _at_line(answer: Mapping[str, Any]) -> str:
 def _limit(answer: Mapping[str, Any]) -> str:
     """Return which limit rendering has met."""
     limits = {
-        "time": f"takes more than {SECONDS:.0f} seconds",
+        "time": f"takes more than {SECONDS:.0f} seconds of processor time, the last guard",
+        "steps": f"takes more than {STEPS:,} steps, items of loops and calls of functions",
         "size": f"gives more than {MOST_BYTES / 10**6:.0f} MB of text",
         "memory": f"needs more than {MEMORY / 2**30:.0f} GiB of memory",
     }
@@ -164,16 +163,15 @@ class _Child:
 
     def __init__(self):
         self._process: subprocess.Popen[bytes] | None = None
+        self.about: dict[str, Any] = {}
 
     @property
     def alive(self) -> bool:
         """Whether it can be asked again."""
         return self._process is not None
 
-    def start(self, setup: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Start the process, if it does not run yet, and return what is wrong with the setup, if anything is."""
-        if self._process is not None:
-            return None
+    def start(self, setup: Mapping[str, Any]) -> dict[str, Any]:
+        """Start the process, and return its answer to the setup."""
         # -P: the other files of this folder are no modules at the top. In a group of its own it gets no Ctrl-C.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD)],
@@ -182,7 +180,8 @@ class _Child:
             stderr=subprocess.DEVNULL,
             process_group=0,
         )
-        return self.ask(setup) or None
+        self.about = self.ask(setup)
+        return self.about
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of the process, or that it has ended."""

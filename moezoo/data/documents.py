@@ -23,13 +23,15 @@ class Document(NamedTuple):
     - `text`: UTF-8;
     - `where`: the file, and the line or row, as messages begin;
     - `name`: the name by which it may be held out; empty without one;
-    - `group`: the row group that it belongs to; None in files without row groups.
+    - `group`: the row group that it belongs to; None in files without row groups;
+    - `turn`: the number, from 0, of the message that is trained, in a chat that is several documents; None in others.
     """
 
     text: bytes
     where: str
     name: str = ""
     group: int | None = None
+    turn: int | None = None
 
 
 class Tokenized(NamedTuple):

@@ -3,9 +3,9 @@
 import abc
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class FileSettings(DataSettings):
 
     kind: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
+    answers: ClassVar[bool] = False  # whether documents have answers, which `ends` end
 
     @property
     @abc.abstractmethod
@@ -66,7 +67,7 @@ class FileSettings(DataSettings):
         path, own = self.path, self.validation
         if path is None and own is None:
             raise UserError(f"data.path is required for data={self.kind}; pass data.path=FILE_OR_FOLDER")
-        how = self._how(vocab)
+        how, held_out = self._how(vocab), None
         found = None if path is None else find_files(path, key="data.path", suffixes=self.suffixes)
         if own is None:
             assert found is not None
@@ -85,15 +86,18 @@ class FileSettings(DataSettings):
             split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
         split = split._replace(held_out=tuple(dict.fromkeys(split.held_out)))  # a long file is several documents
         extra = {} if found is None else self.describe(found, read)
-        ends = map(how.tokenizer.token_text, self.ends(how.tokenizer)) if isinstance(how.tokenizer, HuggingFace) else ()
+        about = [each.about for each in (read, held_out) if each]
+        ends = self.ends(how.tokenizer, about)
+        texts = map(how.tokenizer.token_text, ends) if isinstance(how.tokenizer, HuggingFace) else ()
         extra |= {
             "tokenizer": show(self.tokenizer or "bytes"),
-            "end token": show(" or ".join(filter(None, ends)) or "none"),
+            "end token": show(" or ".join(filter(None, texts)) or "none"),
         }
+        notes = tuple(dict.fromkeys(note for each in about for note in each.get("notes", ())))
         source = make_source(
             self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
         )
-        return dataclasses.replace(source, shards=self.shards(read))
+        return dataclasses.replace(source, shards=self.shards(read), notes=notes, ends=ends if self.answers else ())
 
     def split(self, read: Kept) -> Split:
         """Return the training and the validation documents."""
@@ -117,8 +121,9 @@ class FileSettings(DataSettings):
     def text_ends(self) -> tuple[int, ...]:
         return self.ends(text_tokenizer(self.tokenizer, key="data.tokenizer"))
 
-    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the tokens that end a document or, in chats, an answer."""
+    def ends(self, tokenizer: Tokenizer, about: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """Return the tokens that end a document or, in chats, an answer; `about` is that of entries of the cache."""
+        del about
         end = self._end(tokenizer)
         return () if end is None else (end,)
 

@@ -28,10 +28,11 @@ _CODE, _STAND_IN, _END = 0x100000, 0x10FF00, 0x10FFF0
 
 
 class Encoded(NamedTuple):
-    """Token ids [tokens], the index of the first character of each, and whether it is a special token of a template."""
+    """Token ids [tokens], the part [begin, end) of the text that each is, and whether it is special in a template."""
 
     ids: Int64[np.ndarray, "tokens"]
     begins: Int64[np.ndarray, "tokens"]
+    ends: Int64[np.ndarray, "tokens"]
     special: Bool[np.ndarray, "tokens"]
 
 
@@ -106,7 +107,8 @@ class Guarded:
         if isinstance(self._tokenizer, Bytes):
             lengths = [len(character.encode()) for character in text]
             ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-            return Encoded(ids, np.repeat(np.arange(len(text)), lengths), np.zeros(len(ids), bool))
+            begins = np.repeat(np.arange(len(text)), lengths)
+            return Encoded(ids, begins, begins + 1, np.zeros(len(ids), bool))
         places = self._library.encode_places(text)
         ids = np.array(places.ids, np.int64)
         begins, ends = np.array(places.spans, np.int64).reshape(-1, 2).T
@@ -123,7 +125,7 @@ class Guarded:
                 f"{self._tokenizer.shown} reads the text {show(text[begins[at] : ends[at]])} as a special token, "
                 "also where it is a user's; give another tokenizer"
             )
-        return Encoded(ids, begins, special)
+        return Encoded(ids, begins, ends, special)
 
     def _replace(self, contents: dict[str, Any]) -> None:
         """Give each special token in a tokenizer.json its code as its text."""

@@ -42,7 +42,8 @@ class Source:
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
     - `whole`: the documents of both splits in their order, where validation documents are held out of them;
-    - `ends`: the tokens that end an answer.
+    - `ends`: the tokens that end an answer;
+    - `notes`: what a user should know of how the data were read, in lines.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Source:
     weighted: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     whole: Corpus | None = None
     ends: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def parts(self) -> dict[str, "Source"]:

@@ -350,6 +350,7 @@ def _data_rows(source: Source) -> list[tuple[str, str]]:
         ("data", ", ".join([source.name, *(f"{key} {value}" for key, value in facts.items())])),
         ("training", train),
         ("validation", f"{validation}: {split}{named}"),
+        *(("note", line) for line in source.notes),
     ]
 
 

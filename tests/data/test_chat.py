@@ -178,7 +178,7 @@ GOOD = {"prompt": "a", "completion": "b"}
         ),
         (
             [{"prompt": "SLOW", "completion": ""}],
-            " line 3: rendering it by data.template=t.jinja takes more than 0 sec",
+            " line 3: rendering it by data.template=t.jinja takes more than 100,000 steps",
         ),
         ([{"prompt": "NO", "completion": ""}], " line 3: data.template=t.jinja refuses this chat: not this"),
         ([{"prompt": "GET", "completion": ""}], " line 3: data.template=t.jinja line 3 does what a template must not"),
@@ -189,7 +189,7 @@ GOOD = {"prompt": "a", "completion": "b"}
     ],
 )
 def test_refusals_name_the_line(folder, tmp_path, monkeypatch, lines, message):
-    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
     Path("t.jinja").write_text(
         "{% if messages[0].content == 'SLOW' %}{% for i in range(99999) %}{% for j in range(99999) %}"
         "{% endfor %}{% endfor %}{% elif messages[0].content == 'NO' %}{{ raise_exception('not this') }}\n"
@@ -211,7 +211,7 @@ def test_settings_that_are_refused(folder, tmp_path):
         load_chats(Chat(path=str(path)))
     with refused("data.date=1 May is no date (Invalid isoformat string: '1 May'); write one such as 2025-01-01"):
         Chat(date="1 May")
-    with refused("data.loss_on=user: expected one of assistant, last, all, found user"):
+    with refused("data.loss_on=user: expected one of assistant, last, each, all, found user"):
         Chat(loss_on="user")  # pyright: ignore[reportArgumentType]
     with refused("data.end_token=</s> is not a token of data.tokenizer=", "tokenizer.json; give the text of one"):
         load_chats(settings(path, folder, end_token="</s>"))

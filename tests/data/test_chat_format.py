@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from moezoo.data import chat_renderer
+from moezoo.data import chat_renderer, chat_turns
 from moezoo.data.chat_format import ChatFormat, EncodedChat
 from moezoo.data.chat_records import Chat, read_chat
 from moezoo.data.chat_template import Template
@@ -76,10 +76,8 @@ def test_a_prompt_ends_with_the_beginning_of_an_answer(formats):
 def test_prompt_and_completion_are_a_chat(formats):
     text = read_chat({"prompt": "Hi", "completion": "Hello!"})
     lists = read_chat({"prompt": [{"role": "user", "content": "Hi"}], "completion": PLAIN[2:3]})
-    parts = [{"type": "text", "text": part} for part in ("H", "i")]
-    joined = read_chat({"messages": [{"role": "user", "content": parts}, PLAIN[2]]})
     with_null = read_chat({"messages": None, "prompt": "Hi", "completion": "Hello!", "tools": None})
-    assert text == lists == joined == with_null
+    assert text == lists == with_null
     assert table(formats["mistral"].encode(text, "assistant")) == "<s>[INST] Hi[/INST]⟦ Hello!</s>⟧"
 
 
@@ -114,16 +112,16 @@ def test_bytes(tmp_path):
     assert trained == "Hello!<｜end▁of▁sentence｜>See you.<｜end▁of▁sentence｜>"
 
 
-def test_a_token_is_trained_if_its_first_character_is(tmp_path):
-    """Of tokens that stand across an edge of the assistant's text, those that begin inside."""
+def test_a_token_is_trained_if_one_of_its_characters_is(tmp_path):
+    """Of tokens that stand across an edge of the assistant's text, both, as in transformers' mask."""
     path = save_tokenizer(tmp_path / "t.json", (), words=("b>a", "e<c"))
     text = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat = read_chat({"prompt": "ab>", "completion": "ae"})
     tail = {"role": "user", "content": "<cd"}
     with ChatFormat(template(text), HuggingFace(path, key="key"), DATE) as chats:
-        assert table(chats.encode(chat, "assistant")) == "ab>a⟦e⟧"
+        assert table(chats.encode(chat, "assistant")) == "a⟦b>ae⟧"
         longer = Chat([*chat.messages, tail], None, {})
-        assert table(chats.encode(longer, "assistant")) == "ab>a⟦e<c⟧d"
+        assert table(chats.encode(longer, "assistant")) == "a⟦b>ae<c⟧d"
 
 
 LIKE = ("<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", " ", "\n", "ä", "<think>", "</b>", "x")
@@ -253,6 +251,10 @@ BAD = [
         {"messages": [{"role": "assistant", "content": "a", "reasoning": [{"text": "b"}]}]},
         "message 1: reasoning is an array, expected a string; correct it",
     ),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+        "message 1: weight is 0.5, expected 0 or 1; correct it",
+    ),
     ({"prompt": "Hi", "completion": None}, "completion is null, neither a string nor an array of messages; correct"),
     ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
     ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
@@ -291,41 +293,200 @@ BAD_TEMPLATES = [
     ("{{ 'ä' * (6 * 10**6) }}", "rendering it by T gives more than 10 MB of text; correct the template or"),
     (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "rendering it by T takes more than 5 seconds; correct the template or leave the chat out",
+        "rendering it by T takes more than 100,000 steps, items of loops and calls of functions; correct the",
     ),
-    ("{{ messages[2].content }}", "T line 1 fails for the first 2 messages of this chat ("),
+    (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "rendering it by T takes more than 100,000 steps",
+    ),
+    (
+        "{{ (messages | length) ** (10 ** 9) }}",
+        "rendering it by T takes more than 0 seconds of processor time, the last guard; correct the template or leave",
+    ),
+    ("{{ messages[2].content }}", "T line 1 fails for this chat (list object has no element 2); correct one of them"),
     (
         "{{ messages | length }}",
-        'T does not show which text is the assistant\'s: the beginning of an answer is rendered as "2", and '
-        'message 3 as "3"; give a template that has {% generation %} around it',
+        "T does not show which text is the assistant's: the chat up to message 3 ends with "
+        '"3", and the whole has "5" there; give a template that has {% generation %} around it, or set data.loss_on=ea',
     ),
     (
         "{% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '-' }}{% endfor %}",
         "T does not show which text is the assistant's: the chat up to message 3 ends with "
         '"Be brief. Hi\\nHello!", and the whole has "Be brief. Hi\\n-ByeSee you." there; give a template that has '
-        "{% generation %} around it, or set data.loss_on=last",
+        "{% generation %} around it, or set data.loss_on=each",
     ),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_TEMPLATES)
 def test_templates_that_are_refused(monkeypatch, text, message):
-    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3 if "seconds" in message else 5)
-    message = message.replace("5 seconds", "0 seconds")
+    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3 if "seconds" in message else 60)
+    monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
     with ChatFormat(template(text), Bytes(), DATE) as chats, refused(message):
         chats.encode(CHAT, "assistant")
 
 
 def test_a_template_that_rewrites_earlier_turns(formats):
-    """Its last turn alone can be trained, unless the template marks what the assistant has written."""
+    """Each turn can be trained as the template shows the chat then, unless it marks what the assistant has written."""
     chat = read_chat({"messages": [*THINKING, *THINKING]})
     text = MARKED.template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     with ChatFormat(template(text), Bytes(), DATE) as chats:
         with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
             chats.encode(chat, "assistant")
-        assert table(chats.encode(chat, "last")).count("⟦") == 1
+        for tables in (map(table, chats.examples(chat, "each")), map(table, formats["marked"].examples(chat, "each"))):
+            one, two = tables
+            assert "⟦<think>\nwell\n</think>\n\nHello!<|im_end|>" in one
+            assert two.startswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n")
+            assert two.count("⟦<think>\nwell") == two.count("⟦") == 1
     with refused("T does not show which text is the assistant's: the chat up to message 2 ends with"):
         formats["harmony"].encode(read_chat({"messages": [*HARMONY.chats["one turn"][0][1:], *THINKING]}), "assistant")
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>"
+# By kind: a template, and its table of a chat of two turns, of which the first has thoughts and the second has none.
+HEADERS = {
+    "thoughts begin": (
+        TURNS + "{% if m.reasoning_content %}[T]{{ m.reasoning_content }}[/T]{% endif %}{{ m.content }}</e>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>[T]\n{% endif %}",
+        "<user>a</e><assistant>[T]⟦well[/T]b</e>⟧<user>c</e><assistant>⟦d</e>⟧",
+        "<user>x</e><assistant>[T]\\n",
+    ),
+    "no thoughts are written": (
+        TURNS + "{% if m.role == 'assistant' %}[T]{{ m.reasoning_content }}[/T]{% endif %}{{ m.content }}</e>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>[T]\n{% endif %}",
+        "<user>a</e><assistant>[T]⟦well[/T]b</e>⟧<user>c</e><assistant>[T]⟦[/T]d</e>⟧",
+        "<user>x</e><assistant>[T]\\n",
+    ),
+    "an empty thought is an end alone": (
+        TURNS + "{% if m.role == 'assistant' %}{{ '[T]' + m.reasoning_content if m.reasoning_content }}[/T]{% endif %}"
+        "{{ m.content }}</e>{% endfor %}{% if add_generation_prompt %}<assistant>[T]{% endif %}",
+        "<user>a</e><assistant>[T]⟦well[/T]b</e>⟧<user>c</e><assistant>⟦[/T]d</e>⟧",
+        "<user>x</e><assistant>[T]",
+    ),
+    "a prompt of other white space": (
+        TURNS + " {{ m.content }}</e>{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}",
+        "<user> a</e><assistant> ⟦b</e>⟧<user> c</e><assistant> ⟦d</e>⟧",
+        "<user> x</e><assistant>\\n",
+    ),
+    "the next role's token ends a turn": (
+        TURNS + "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+        "<user>a<assistant>⟦b<user>⟧c<assistant>⟦d<user>⟧",
+        None,
+    ),
+    "an end before the next turn": (
+        "{% for m in messages %}{{ '</e>' if not loop.first }}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}</e><assistant>{% endif %}",
+        "<user>a</e><assistant>⟦b</e>⟧<user>c</e><assistant>⟦d</e>⟧",
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tags(tmp_path_factory) -> HuggingFace:
+    path = save_tokenizer(tmp_path_factory.mktemp("tags") / "t.json", ("<user>", "<assistant>", "</e>", "[/T]"))
+    return HuggingFace(path, key="key")
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_prompt_that_finished_turns_do_not_have(tags, kind):
+    """The header of a turn never depends on its answer, even if that begins as the prompt goes on."""
+    text, expected, prompt = HEADERS[kind]
+    thoughts = {"role": "assistant", "reasoning_content": "well", "content": "b"}
+    messages = [{"role": "user", "content": "a"}, thoughts, *({"role": r, "content": c} for r, c in PAIR)]
+    with ChatFormat(template(text), tags, DATE) as chats:
+        assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == expected
+        for answer in ("[T]", "\n", "<", " "):
+            chat = read_chat({"prompt": "a", "completion": f"{answer}d"})
+            last = expected.rsplit("⟦", 1)[1].replace("d", f"{answer}d")
+            assert table(chats.encode(chat, "assistant")).endswith("⟦" + last)
+        (end,) = chats.ends()
+        assert tags.token_text(end) == ("<user>" if "next role" in kind else "</e>")
+        notes = [f'generate begins an answer behind "{prompt}", which finished turns do not have'] if prompt else []
+        assert chats.notes() == notes
+
+
+PAIR = (("user", "c"), ("assistant", "d"))
+
+
+def test_turns_are_found_in_few_renderings(formats):
+    """By patterns in two renderings of the whole, as in renderings of its beginning for each turn."""
+    chat = read_chat({"messages": [*WITH_TOOL, *PLAIN[1:]] * 9, "tools": QWEN.tools})
+    chats = formats["qwen"]
+    asked = []
+    with pytest.MonkeyPatch.context() as patch:
+        render = chats._renderer.render
+        patch.setattr(chats._renderer, "render", lambda request: asked.append(request) or render(request))
+        found = chats.encode(chat, "assistant")
+        assert [len(request["messages"]) for request in asked if len(request["messages"]) > 9] == [72, 72]
+        patch.setattr(chat_turns, "_fit", lambda *_: None)
+        assert table(chats.encode(chat, "assistant")) == table(found)
+    assert table(found).count("⟦") == 36
+
+
+def test_arguments_of_calls_in_the_form_that_a_template_takes():
+    """As an object, and as text where it fails with that."""
+    text = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}<{{ ARGUMENTS }}>{% endfor %}{% endfor %}"
+    for arguments, written, expected in (
+        ("c.function.arguments | tojson", '{"of":[1,2]}', '{"of": [1, 2]}'),
+        ("'' + c.function.arguments", '{"of":[1,2]}', '{"of":[1,2]}'),
+        ("'' + c.function.arguments", {"of": ["ä"]}, '{"of": ["ä"]}'),
+        ("c.function.arguments.of", '{"of":[1,2]}', "[1, 2]"),
+    ):
+        call = {"function": {"name": "sum", "arguments": written}}
+        messages = [WITH_TOOL[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        with ChatFormat(template(text.replace("ARGUMENTS", arguments)), Bytes(), DATE) as chats:
+            assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == f"1+2?⟦<{expected}>⟧"
+            notes = ["1 chats have the arguments of calls as text: T fails with objects"]
+            assert chats.notes() == (notes if "+" in arguments else [])
+
+
+def test_contents_in_the_form_that_a_template_takes():
+    """Parts reach a template that loops over them, also a text does, if it shows none otherwise."""
+    parts = [{"type": "text", "text": part} for part in ("H", "i")]
+    for shown, content, expected in (
+        ("{{ m.content }}", parts, "Hi"),
+        ("{% for part in m.content %}{{ part.text }}-{% endfor %}", parts, "H-i-"),
+        ("{% for part in m.content %}{{ part.text }}-{% endfor %}", "Hi", "Hi-"),
+        ("{% if m.content is string %}{{ m.content }}{% else %}{{ m.content[0].text }}{% endif %}", parts, "H"),
+        ("{{ m.content | tojson }}", parts, '"Hi"'),
+    ):
+        text = f"{{% for m in messages %}}<{{{{ m.role }}}}>{shown}{{% endfor %}}"
+        with ChatFormat(template(text), Bytes(), DATE) as chats:
+            chat = read_chat({"messages": [{"role": role, "content": content} for role in ("user", "assistant")]})
+            assert table(chats.encode(chat, "assistant")) == f"<user>{expected}⟦<assistant>{expected}⟧"
+
+
+def test_a_filter_around_a_block():
+    """Its text is as filtered, and so is the mask; what marks make different is refused."""
+    block = "{% filter F %}{% generation %}{{ m.content }}{% endgeneration %}{% endfilter %}"
+    text = f"{{% for m in messages %}}{block}{{% endfor %}}"
+    chat = read_chat({"messages": [{"role": "assistant", "content": " Ab\n"}]})
+    for name, expected in (("trim", "⟦Ab⟧"), ("upper", "⟦ AB\n⟧")):
+        with ChatFormat(template(text.replace("F", name, 1)), Bytes(), DATE) as chats:
+            assert table(chats.encode(chat, "assistant")) == expected
+    why = "T fails for this chat (a block {% generation %} is inside another, cut, or in a filter that changes"
+    with ChatFormat(template(text.replace("F", "length", 1)), Bytes(), DATE) as chats, refused(why):
+        chats.encode(chat, "assistant")
+
+
+@pytest.mark.parametrize("style", ["qwen", "marked"])
+def test_messages_that_a_record_excludes(formats, style):
+    """By any of the keys, of any role; a key that nobody reads is named once."""
+    messages = [dict(message) for message in PLAIN]
+    whole = table(formats[style].encode(read_chat({"messages": messages}), "assistant"))
+    second = whole.replace("⟦Hello!<|im_end|>⟧", "Hello!<|im_end|>")
+    for weight in ({"weight": 0}, {"loss": False}, {"loss_weight": 0.0}, {"train": False}, {"train": True, "loss": 0}):
+        messages[2] = {**PLAIN[2], **weight, "mood": "good"}
+        chat = read_chat({"messages": messages})
+        assert table(formats[style].encode(chat, "assistant")) == second
+        assert len(formats[style].examples(chat, "each")) == 1
+    assert table(formats[style].encode(chat, "all")).count("⟦") == 2
+    messages[1:3] = [{**PLAIN[1], "weight": 0}, {**PLAIN[2], "weight": 1}]
+    assert "⟧<|im_start|>user\n Hi\n<|im_end|>\n⟦" in table(
+        formats[style].encode(read_chat({"messages": messages}), "all")
+    )
+    assert formats[style].notes() == ["key mood in 11 messages has no effect: T does not read it"]
 
 
 def test_a_comment_about_blocks_is_none():
