@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from moezoo.data.cache import How, Kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import read_chat
-from moezoo.data.chat_template import CONFIG, TEMPLATE, Template, file_template, folder_template
+from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import Ids, Split
 from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
@@ -113,12 +113,14 @@ class Chat(FileSettings):
         if self.tokenizer is None:
             return {}
         beside = Path(os.path.expanduser(self.tokenizer)).parent
-        found = {name: beside / name for name in (CONFIG, TEMPLATE) if (beside / name).is_file()}
+        found = {name: beside / name for name in (CONFIG, TOKENS, TEMPLATE) if (beside / name).is_file()}
         if self.template is None:
             return found
         own = Path(os.path.expanduser(self.template))
-        # A file of a template comes before the one in the configuration.
-        return {CONFIG: own} if own.suffix == ".json" else {**found, TEMPLATE: own}
+        if own.suffix != ".json":
+            return {**found, TEMPLATE: own}
+        found.pop(TEMPLATE, None)  # it would come before the one in the configuration
+        return {**found, CONFIG: own}
 
     def read_tokenizer(self) -> Bytes | HuggingFace:
         """Return the tokenizer. Raises `UserError` for a file that is none."""

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from refusals import refused
+from special_tokens import CASES as TWO_FILES
 
 from moezoo.data.chat_template import file_template, folder_template
 
@@ -13,13 +14,13 @@ CONFIG = {
     "pad_token": None,
     "add_bos_token": True,
     "additional_special_tokens": ["<a>", {"content": "<b>"}],
-    "extra_special_tokens": {"image_token": "<image>"},
+    "extra_special_tokens": {"image_token": "<image>", "end_of_image": "</image>"},
 }
 VARIABLES = {
     "bos_token": "<s>",
     "eos_token": "</s>",
     "image_token": "<image>",
-    "additional_special_tokens": ["<a>", "<b>"],
+    "end_of_image": "</image>",
 }
 
 
@@ -56,6 +57,15 @@ def test_a_file(tmp_path):
     path = str(tmp_path / "tokenizer_config.json")
     found = file_template(path, key="data.template", tokenizer=None)
     assert (found.texts, found.variables) == ({"default": "of the folder"}, VARIABLES)
+
+
+@pytest.mark.parametrize(("config", "older", "variables"), TWO_FILES)
+def test_special_tokens_of_two_files(tmp_path, config, older, variables):
+    for name, value in (("tokenizer_config", config), ("special_tokens_map", older)):
+        if value is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    (tmp_path / "chat_template.jinja").write_text("")
+    assert folder_template(tmp_path, key="folder").variables == variables
 
 
 @pytest.mark.parametrize(
