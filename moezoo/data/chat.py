@@ -27,6 +27,7 @@ from moezoo.typed import show
 
 # What a template sees as today, unless it is set: a date that changes would change the data.
 DATE = "2025-01-01"
+_MADE = 2  # how a chat becomes ids; another number makes older entries of the cache unused
 _LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -62,7 +63,7 @@ class Chat(FileSettings):
     def reader(self) -> str:
         template = self.read_template()
         digest = hashlib.sha256(json.dumps([template.texts, template.variables]).encode()).hexdigest()
-        return f"chat {self.field} {self.loss_on} {self.date} {digest}"
+        return f"chat {_MADE} {self.field} {self.loss_on} {self.date} {digest}"
 
     def documents(self, found: Found) -> Iterator[Document]:
         for line in read_lines(found):
