@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,26 @@ def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
     if not texts:
         raise UserError(f"{shown} has no chat_template; {_GIVE}")
     return Template(shown, texts, _special_tokens(beside.parent))
+
+
+def missing_tokens(template: Template, names: Iterable[str]) -> str | None:
+    """Return a line about the special tokens among `names` that have no text; None if there is none.
+
+    Templates print nothing in place of a variable that has no value, so a turn would have no end, or a chat no
+    beginning, without a word.
+
+    Args:
+        template: The template.
+        names: The variables that it prints and does not set itself.
+    """
+    missing = sorted({name for name in names if name.endswith("_token") and name not in template.variables})
+    if not missing:
+        return None
+    it = "it" if len(missing) == 1 else "them"
+    return (
+        f"{template.shown} prints nothing for {' and '.join(missing)}: no {CONFIG} or {TOKENS} beside the tokenizer "
+        f"has {it}; if the model needs {it}, write {it} into {CONFIG}"
+    )
 
 
 def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:

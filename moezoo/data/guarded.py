@@ -142,7 +142,8 @@ class Guarded:
         # The library gives an added token the id of the model's token with its text, or else the next id. So that all
         # have their own, the model's token gets the code too: then no text is read as one. Where the model needs its
         # text, the code has a new id, the last, so that no id of another token changes.
-        added.sort(key=lambda token: token["content"] in {codes[text] for text in parts})
+        last = {codes[text] for text in parts}
+        added.sort(key=lambda token: token["content"] in last)
         codes = {text: code for text, code in codes.items() if text not in parts}
         if isinstance(model["vocab"], list):
             model["vocab"] = [[codes.get(text, text), score] for text, score in model["vocab"]]
@@ -154,14 +155,16 @@ class Guarded:
 
 def _parts(model: dict[str, Any], special: Collection[str]) -> set[str]:
     """Return which special tokens a model of a tokenizer.json makes other tokens of, or of other tokens."""
-    found = {text for text in special if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", text)}
-    if "merges" in model:  # what is merged begins as single characters
-        found |= {text for text in special if len(text) == 1}
+    vocab = model["vocab"] if isinstance(model["vocab"], dict) else dict(model["vocab"])
+    held = {text for text in special if text in vocab}
+    found = {text for text in held if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", text)}
+    if held and "merges" in model:
+        found |= {text for text in held if len(text) == 1}  # what is merged begins as single characters
         beginning = model.get("continuing_subword_prefix") or ""
         for merge in model["merges"]:
             first, second = merge.split(" ") if isinstance(merge, str) else merge
-            found |= {first, second, first + second.removeprefix(beginning)}.intersection(special)
-    return found.intersection(model["vocab"] if isinstance(model["vocab"], dict) else dict(model["vocab"]))
+            found |= held & {first, second, first + second.removeprefix(beginning)}
+    return found
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

@@ -32,7 +32,8 @@ class Source:
     - `vocab`: every token id is below it;
     - `unit`: what a token is, "byte" or "token"; losses are in nats per unit;
     - `summary`: facts about the data, as title and text: the size of both splits ("train", "validation"), the choice
-      of validation documents ("held out"), and those of the kind of data, such as "sha256" of all token ids;
+      of validation documents ("held out"), those of the kind of data, such as "sha256" of all token ids, and a
+      "warning" if there is one;
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;

@@ -6,7 +6,7 @@ import pytest
 from refusals import refused
 from special_tokens import CASES as TWO_FILES
 
-from moezoo.data.chat_template import file_template, folder_template
+from moezoo.data.chat_template import file_template, folder_template, missing_tokens
 
 CONFIG = {
     "bos_token": "<s>",
@@ -66,6 +66,20 @@ def test_special_tokens_of_two_files(tmp_path, config, older, variables):
             (tmp_path / f"{name}.json").write_text(json.dumps(value))
     (tmp_path / "chat_template.jinja").write_text("")
     assert folder_template(tmp_path, key="folder").variables == variables
+
+
+def test_special_tokens_that_print_nothing(tmp_path):
+    write_config(tmp_path, chat_template="hello", bos_token=None)
+    template = folder_template(tmp_path, key="folder")
+    assert missing_tokens(template, ["eos_token", "image_token", "messages", "ns"]) is None
+    files = "no tokenizer_config.json or special_tokens_map.json beside the tokenizer has"
+    assert missing_tokens(template, ["messages", "bos_token", "eos_token"]) == (
+        f"{tmp_path}/tokenizer_config.json prints nothing for bos_token: {files} it; if the model needs it, write it "
+        "into tokenizer_config.json"
+    )
+    several = missing_tokens(template, ["sep_token", "bos_token"])
+    assert several is not None
+    assert f"prints nothing for bos_token and sep_token: {files} them; if the model needs them, write them" in several
 
 
 @pytest.mark.parametrize(
