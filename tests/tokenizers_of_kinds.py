@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 TEXT = (
     "The cat sat on the mat. Ein Bär aß süße Äpfel für 3 € — naïve façade; 漢字 and 😀 twice 😀.\n\tprint(x)  # two\n"
@@ -62,3 +62,35 @@ def with_start(made: Any) -> Any:
 
 
 KINDS = {"byte level": byte_level, "SentencePiece": sentence_piece, "Metaspace": metaspace}
+
+
+def special_in_vocabulary(kind: str) -> Any:
+    """Return a tokenizer whose special tokens, END and <unk>, are words of its vocabulary too, as GPT-NeoX has it.
+
+    Two tokens are added after them that are not special and not in it: two spaces, and <late>. `kind` is that of the
+    model, and in BPE what it makes of a whole word.
+    """
+    words = ["<unk>", "END", *"abEND▁", "ab"]
+    if kind in ("byte level", "whole words"):
+        words += sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(words))
+    vocab = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    made: Any = Tokenizer(
+        {
+            "byte level": lambda: models.BPE(vocab, [("a", "b")]),
+            "whole words": lambda: models.BPE(vocab, [("a", "b")], ignore_merges=True),
+            "BPE": lambda: models.BPE(vocab, [("a", "b")], unk_token="<unk>"),
+            "WordLevel": lambda: models.WordLevel(vocab, unk_token="<unk>"),
+            "WordPiece": lambda: models.WordPiece(vocab, unk_token="<unk>"),
+            "Unigram": lambda: models.Unigram([(word, -1.0) for word in vocab], unk_id=0),
+        }[kind]()
+    )
+    at_bytes = kind in ("byte level", "whole words")
+    made.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False) if at_bytes else pre_tokenizers.WhitespaceSplit()
+    )
+    made.add_special_tokens([AddedToken("<unk>"), AddedToken("END", lstrip=True, rstrip=True)])
+    made.add_tokens(["  ", "<late>"])
+    return made
+
+
+IN_VOCABULARY = ("byte level", "whole words", "BPE", "WordLevel", "WordPiece", "Unigram")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.data.chat_template import CONFIG, OTHERS, TEMPLATE
+from moezoo.data.chat_template import CONFIG, OTHERS, TEMPLATE, TOKENS
 from moezoo.remote import is_url
 
 COPIES = "tokenizers"
@@ -47,7 +47,7 @@ def list_copies(mapping: Mapping[str, Any]) -> dict[str, Path]:
         if own:
             beside = next(iter(own.values())).parent  # special tokens are beside the tokenizer, if there is one
             others = [path.relative_to(beside) for path in sorted((beside / OTHERS).glob("*.jinja"))]
-            files |= {folder / name: beside / name for name in (CONFIG, TEMPLATE, *others)}
+            files |= {folder / name: beside / name for name in (CONFIG, TOKENS, TEMPLATE, *others)}
         found |= {str(copy): file for copy, file in files.items() if file.is_file()}
     return found
 

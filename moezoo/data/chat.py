@@ -16,7 +16,7 @@ from moezoo.data.cache import How, Kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import read_chat
 from moezoo.data.chat_renderer import RenderError
-from moezoo.data.chat_template import CONFIG, TEMPLATE, Template, file_template, folder_template
+from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
 from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
@@ -30,6 +30,7 @@ from moezoo.typed import show
 
 # What a template sees as today, unless it is set: a date that changes would change the data.
 DATE = "2025-01-01"
+_MADE = 2  # how a chat becomes ids; another number makes older entries of the cache unused
 _LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 
 
@@ -67,7 +68,7 @@ class Chat(FileSettings):
     def reader(self) -> str:
         template = self.read_template()
         digest = hashlib.sha256(json.dumps([template.texts, template.variables]).encode()).hexdigest()
-        return f"chat {self.field} {self.loss_on} {self.date} {digest}"
+        return f"chat {_MADE} {self.field} {self.loss_on} {self.date} {digest}"
 
     def documents(self, found: Found) -> Iterator[Document]:
         for number, line in enumerate(read_lines(found)):
@@ -141,12 +142,14 @@ class Chat(FileSettings):
         if self.tokenizer is None:
             return {}
         beside = Path(os.path.expanduser(self.tokenizer)).parent
-        found = {name: beside / name for name in (CONFIG, TEMPLATE) if (beside / name).is_file()}
+        found = {name: beside / name for name in (CONFIG, TOKENS, TEMPLATE) if (beside / name).is_file()}
         if self.template is None:
             return found
         own = Path(os.path.expanduser(self.template))
-        # A file of a template comes before the one in the configuration.
-        return {CONFIG: own} if own.suffix == ".json" else {**found, TEMPLATE: own}
+        if own.suffix != ".json":
+            return {**found, TEMPLATE: own}
+        found.pop(TEMPLATE, None)  # it would come before the one in the configuration
+        return {**found, CONFIG: own}
 
     def read_tokenizer(self) -> Bytes | HuggingFace:
         """Return the tokenizer. Raises `UserError` for a file that is none."""

@@ -141,7 +141,7 @@ class Chats:
             raise RefusalError("syntax", template=name, line=None, text=_words(error)) from error
 
     def describe(self) -> dict[str, Any]:
-        """Return, by template, which blocks `{% generation %}` and variables (of moezoo, or undefined) it has."""
+        """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
         blocks = {name: any(map(_is_block, tree.find_all(nodes.CallBlock))) for name, tree in self._trees.items()}
         return {
             "marked": blocks,
@@ -180,6 +180,14 @@ class Chats:
         except Exception as error:  # a template can raise whatever Python raises
             raise RefusalError("failed", text=_words(error), line=_line(error)) from error
         return {"text": "".join(parts)}
+
+
+def _find_printed(tree: nodes.Template) -> set[str]:
+    """Return the variables that a template reads, neither sets nor asks for."""
+    asked = [loop.test for loop in tree.find_all((nodes.If, nodes.CondExpr))]
+    asked += [found for found in tree.find_all(nodes.Filter) if found.name in ("default", "d")]
+    names = {each.name for node in asked for each in (node, *node.find_all(nodes.Name)) if isinstance(each, nodes.Name)}
+    return meta.find_undeclared_variables(tree) - names
 
 
 def _is_block(node: nodes.CallBlock) -> bool:

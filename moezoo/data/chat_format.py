@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int64
 
 from moezoo.data.chat_records import Chat
 from moezoo.data.chat_renderer import Renderer, RenderError
-from moezoo.data.chat_template import Template
+from moezoo.data.chat_template import Template, missing_tokens
 from moezoo.data.chat_turns import Turns, UnclearTurnError, shared
 from moezoo.data.guarded import Encoded, Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
@@ -153,6 +153,8 @@ class ChatFormat:
                 lines.append(f"{number:,} chats have the arguments of calls as text: {shown} fails with objects")
             elif (name := fact.removeprefix("key ")) not in written:
                 lines.append(f"key {show(name)} in {number:,} messages has no effect: {shown} does not read it")
+        missing = missing_tokens(self._template, self._renderer.about(tools=False).names)
+        lines += [missing] if missing else []
         with contextlib.suppress(UserError):  # a template may refuse such a chat
             prompt, text = self._render(Chat([_USER], None, {}), prompt=True), self._render(self._probe(_WORD))
             if not text.startswith(prompt):

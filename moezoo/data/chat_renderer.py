@@ -33,7 +33,7 @@ class RenderError(UserError):
 
 
 class About(NamedTuple):
-    """A template, read: whether it has blocks `{% generation %}`, and the variables that it does not set itself."""
+    """A template, read: whether it has blocks `{% generation %}`, and the variables that it takes as given."""
 
     marked: bool
     names: frozenset[str]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,9 @@ from moezoo.errors import UserError
 from moezoo.host import check_file
 from moezoo.typed import show
 
-CONFIG, TEMPLATE, OTHERS = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
+CONFIG, TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+TEMPLATE, OTHERS = "chat_template.jinja", "additional_chat_templates"
+_STANDARD = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _GIVE = "give a .jinja file, or a tokenizer_config.json that has chat_template"
 _MOST_BYTES = 10**8  # of a file that is read whole
 
@@ -75,6 +77,26 @@ def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
     return Template(shown, texts, _special_tokens(beside.parent))
 
 
+def missing_tokens(template: Template, names: Iterable[str]) -> str | None:
+    """Return a line about the special tokens among `names` that have no text; None if there is none.
+
+    Templates print nothing in place of a variable that has no value, so a turn would have no end, or a chat no
+    beginning, without a word.
+
+    Args:
+        template: The template.
+        names: The variables that it prints and does not set itself.
+    """
+    missing = sorted({name for name in names if name.endswith("_token") and name not in template.variables})
+    if not missing:
+        return None
+    it = "it" if len(missing) == 1 else "them"
+    return (
+        f"{template.shown} prints nothing for {' and '.join(missing)}: no {CONFIG} or {TOKENS} beside the tokenizer "
+        f"has {it}; if the model needs {it}, write {it} into {CONFIG}"
+    )
+
+
 def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:
     """Return the templates of tokenizer_config.json, which are one text or a list of named ones."""
     found = config.get("chat_template")
@@ -90,18 +112,22 @@ def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Return the variables that tokenizer_config.json gives to templates, as transformers does; none without it."""
-    if not (path := folder / CONFIG).exists():
-        return {}
-    config = _read_config(path, show(str(path)))
-    extra = config.get("extra_special_tokens")
-    named = {**config, **(extra if isinstance(extra, dict) else {})}
-    found = {name: _token_text(value) for name, value in named.items() if name.endswith("_token")}
-    variables: dict[str, Any] = {name: text for name, text in found.items() if text is not None}
-    others = config.get("additional_special_tokens")
-    if isinstance(others, list):
-        variables["additional_special_tokens"] = [text for each in others if (text := _token_text(each)) is not None]
-    return variables
+    """Return the variables that the files of a tokenizer give to templates, as transformers 5.24 does.
+
+    special_tokens_map.json, of older versions, is read where tokenizer_config.json has no added_tokens_decoder. It
+    comes first for the names of `_STANDARD`, of which null removes one, and last for texts with other names.
+    """
+    config = _read_config(folder / CONFIG, show(str(folder / CONFIG)))
+    older = {} if "added_tokens_decoder" in config else _read_config(folder / TOKENS, show(str(folder / TOKENS)))
+    other = {name: value for name, value in config.items() if name not in _STANDARD and isinstance(value, str)}
+    # Here a name need not end with _token.
+    extra: dict[str, Any] = {}
+    for each in (config, older):
+        if isinstance(found := each.get("extra_special_tokens"), dict):
+            extra |= found
+    named = {name: value for name, value in {**config, **older, **other}.items() if name.endswith("_token")}
+    found = {name: _token_text(value) for name, value in {**named, **extra}.items()}
+    return {name: text for name, text in found.items() if text is not None}
 
 
 def _token_text(value: Any) -> str | None:

@@ -14,7 +14,7 @@ what the codes are not, is text to it, and all else is as it was.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class Guarded:
         templates: The texts of templates. Tokens that were added to the tokenizer count as special if they are in one.
 
     Raises:
-        UserError: A special token cannot be told from its text.
+        UserError: A special token cannot be told from its text, or another token would get another id.
     """
 
     def __init__(self, tokenizer: Bytes | HuggingFace, templates: Iterable[str] = ()):
@@ -73,6 +73,12 @@ class Guarded:
             self._unknown = tokenizer.token_id(_unknown(tokenizer.contents()["model"]) or "")
             self._ids = np.array([tokenizer.token_id(text) for text in special], np.int64)
             self._library = tokenizer.changed(self._replace)
+            for text in (token["content"] for token in tokens if token["content"] not in self._codes):
+                if (found := self._library.token_id(text)) != (own := tokenizer.token_id(text)):
+                    raise UserError(
+                        f"{tokenizer.shown}: its added token {show(text)} is {own}, but {found} where texts of special "
+                        "tokens stay text; give another tokenizer"
+                    )
             for text, code in self._codes.items():
                 if self._encode(code * len(text)).ids.tolist() != [tokenizer.token_id(text)]:
                     raise UserError(f"{tokenizer.shown}: its special token {show(text)} is not read as one; correct it")
@@ -129,17 +135,38 @@ class Guarded:
 
     def _replace(self, contents: dict[str, Any]) -> None:
         """Give each special token in a tokenizer.json its code as its text."""
-        for token in contents["added_tokens"]:
-            text = token["content"]
-            token["content"] = self._codes[text] * len(text) if text in self._codes else text
         contents["post_processor"] = None  # it adds tokens, and leaves the spaces around words out of their places
-        # These models can make a whole word a token without merging its parts.
-        model, codes = contents["model"], {text: code * len(text) for text, code in self._codes.items()}
-        codes.pop(_unknown(model) or "", None)
+        model, added = contents["model"], contents["added_tokens"]
+        codes = {text: code * len(text) for text, code in self._codes.items()}
+        parts = _parts(model, codes)
+        for token in added:
+            token["content"] = codes.get(token["content"], token["content"])
+        # The library gives an added token the id of the model's token with its text, or else the next id. So that all
+        # have their own, the model's token gets the code too: then no text is read as one. Where the model needs its
+        # text, the code has a new id, the last, so that no id of another token changes.
+        last = {codes[text] for text in parts}
+        added.sort(key=lambda token: token["content"] in last)
+        codes = {text: code for text, code in codes.items() if text not in parts}
         if isinstance(model["vocab"], list):
             model["vocab"] = [[codes.get(text, text), score] for text, score in model["vocab"]]
-        elif not model.get("merges"):
+        else:
             model["vocab"] = {codes.get(text, text): number for text, number in model["vocab"].items()}
+        if model.get("unk_token") in codes:
+            model["unk_token"] = codes[model["unk_token"]]
+
+
+def _parts(model: dict[str, Any], special: Collection[str]) -> set[str]:
+    """Return which special tokens a model of a tokenizer.json makes other tokens of, or of other tokens."""
+    vocab = model["vocab"] if isinstance(model["vocab"], dict) else dict(model["vocab"])
+    held = {text for text in special if text in vocab}
+    found = {text for text in held if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", text)}
+    if held and "merges" in model:
+        found |= {text for text in held if len(text) == 1}  # what is merged begins as single characters
+        beginning = model.get("continuing_subword_prefix") or ""
+        for merge in model["merges"]:
+            first, second = merge.split(" ") if isinstance(merge, str) else merge
+            found |= held & {first, second, first + second.removeprefix(beginning)}
+    return found
 
 
 def _unknown(model: dict[str, Any]) -> str | None:

@@ -321,7 +321,7 @@ def summarize(
             f"compute {cfg.execution.dtype}, parameters {cfg.execution.param_dtype}, "
             f"gradient sums {cfg.execution.reduce_dtype}; remat {execution.remat}",
         ),
-        *_data_rows(source),
+        *data_rows(source),
         *(("packing", line) for line in epochs.describe()),
     ]
     if baseline is not None:
@@ -331,7 +331,8 @@ def summarize(
     return [*rows, ("steps", sizes), ("checkpoint", _describe_saves(cfg))]
 
 
-def _data_rows(source: Source) -> list[tuple[str, str]]:
+def data_rows(source: Source) -> list[tuple[str, str]]:
+    """Return the lines about data: of a mixture, those of each source."""
     facts = dict(source.summary)
     if source.weighted:
         return [
@@ -339,7 +340,7 @@ def _data_rows(source: Source) -> list[tuple[str, str]]:
             *(
                 (title, f"{name}: {line}")
                 for name, part in source.weighted.items()
-                for title, line in _data_rows(part.source)
+                for title, line in data_rows(part.source)
             ),
         ]
     train, validation, split = (facts.pop(key) for key in ("train", "validation", "held out"))

@@ -210,14 +210,15 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     assert f"tokenizer   {tmp_path}/words.json\ntexts       no token is known to end them\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
     # A run on chats also leaves its template.
-    for name, text in (("tokenizer_config.json", "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
+    tokens = ("tokenizer_config.json", "special_tokens_map.json")
+    for name, text in ((tokens[0], "{}"), (tokens[1], "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
         (tmp_path / name).write_text(text)
     for template, expected in ((None, "beside"), (str(tmp_path / "own.jinja"), "own")):
         chats = {"data": {**data, "name": "chat", "template": template}}
         (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | chats))
         assert console("convert", "run", expected)[0] == 0
         assert (tmp_path / expected / "chat_template.jinja").read_text() == expected
-        assert (tmp_path / expected / "tokenizer_config.json").read_text() == "{}"
+        assert {(tmp_path / expected / name).read_text() for name in tokens} == {"{}"}
     # The tokens that end texts: of the data, of the template, and of all sources of a mixture.
     save_tokenizer(tmp_path / "words.json", ("<a>", "<b>", "<c>"))
     first = json.loads((tmp_path / "words.json").read_text())["added_tokens"][0]["id"]

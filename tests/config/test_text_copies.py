@@ -11,7 +11,8 @@ from moezoo.data import Chat, Jsonl, Mixture, Text, Weighted
 
 def test_copies_of_a_mixture(tmp_path):
     """Sources with the same files share copies, which are found again in a run that was moved."""
-    for name in ("a.json", "own.jinja", "tokenizer_config.json"):
+    beside = ("tokenizer_config.json", "special_tokens_map.json")
+    for name in ("a.json", "own.jinja", *beside):
         (tmp_path / name).write_text(name)
     at = f"{tmp_path}/a.json"
     sources = {
@@ -24,7 +25,7 @@ def test_copies_of_a_mixture(tmp_path):
     )
     copies = list_copies(mapping)
     one, two = "tokenizers/1", "tokenizers/2"
-    names = {f"{folder}/{name}" for folder in (one, two) for name in ("tokenizer.json", "tokenizer_config.json")}
+    names = {f"{folder}/{name}" for folder in (one, two) for name in ("tokenizer.json", *beside)}
     assert copies.keys() == names | {f"{two}/template.jinja"}
     assert with_copies(mapping, tmp_path / "none") == mapping
     for name, file in copies.items():

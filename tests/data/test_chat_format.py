@@ -10,6 +10,8 @@ from chat_styles import CASES, HARMONY, MARKED, PLAIN, QWEN, STYLES, THINKING, W
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from tokenizers import Tokenizer
+from tokenizers_of_kinds import IN_VOCABULARY, special_in_vocabulary
 
 from moezoo.data import chat_renderer, chat_turns
 from moezoo.data.chat_format import ChatFormat, EncodedChat
@@ -191,35 +193,46 @@ def test_texts_may_become_special_tokens_only_together(formats):
         assert guarded.restore(text) == left.rstrip() + right
 
 
-@pytest.mark.parametrize("kind", ["WordLevel", "Unigram", "WordPiece"])
-def test_words_that_are_special_tokens(tmp_path, kind):
-    """Models that can make a whole word a token make none of a user's text special; unknown words stay unknown."""
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-
-    words = ["<unk>", "END", "a", "b", "▁"]
-    if kind == "Unigram":
-        model = models.Unigram([(word, -1.0) for word in words], unk_id=0)
-    else:
-        model = getattr(models, kind)({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    library = Tokenizer(model)
-    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens([AddedToken("<unk>"), AddedToken("END", lstrip=True, rstrip=True)])
-    library.save(str(tmp_path / "t.json"))
+@pytest.mark.parametrize("kind", IN_VOCABULARY)
+def test_special_tokens_that_are_words_of_the_vocabulary(tmp_path, kind):
+    """All tokens keep their ids; a word of a user's text is none of them; unknown words stay unknown."""
+    special_in_vocabulary(kind).save(path := str(tmp_path / "t.json"))
+    own = Tokenizer.from_file(path)
     guarded = Guarded(HuggingFace(tmp_path / "t.json", key="key"))
-    assert guarded.encode("a END b").ids.tolist() == [2, 1, 3]
+    for text in ("  a END b  ", "a<late>  b END END<late>", "ab q END", "a  END", "<unk>a"):
+        assert guarded.encode(text).ids.tolist() == own.encode(text).ids
     assert guarded.encode("a  END  END").special.tolist() == [False, True, True]
-    found = guarded.encode(guarded.guard("a END b"))
-    assert 1 not in found.ids.tolist()
-    assert found.ids.tolist()[0] == 2
+    end, ids = own.token_to_id("END"), guarded.encode(guarded.guard("a END  b")).ids.tolist()
+    assert end not in ids
+    assert [ids[0], *ids[-2:]] == own.encode("a  b").ids
+    if kind in ("byte level", "whole words", "BPE"):
+        assert "".join(str(own.id_to_token(number)) for number in ids[1:-2]).strip("Ġ") == "END"
+        assert len(ids[1:-2]) >= len("END")
 
 
-def test_a_tokenizer_that_reads_text_as_special(tmp_path):
-    """Merges make the special token of its parts."""
-    path = save_tokenizer(tmp_path / "t.json", ("END",), words=("END",))
-    guarded = Guarded(HuggingFace(path, key="data.tokenizer"))
-    assert guarded.encode("END").special.tolist() == [True]
-    with refused(f"data.tokenizer={path} reads the text END as a special token, also where it is a user's; give an"):
-        guarded.encode(guarded.guard("END"))
+@pytest.mark.parametrize(("special", "text"), [("END", "END"), ("Ġ", " "), ("<0x0A>", "\n")])
+def test_a_tokenizer_that_reads_text_as_special(tmp_path, special, text):
+    """Merges, characters and bytes make the special token of a text; others keep their ids."""
+    save_tokenizer(path := tmp_path / "t.json", (special,), words=("END",))
+    if special == "<0x0A>":
+        contents = json.loads(path.read_text())
+        vocab = {"<0x0A>": 0, "a": 1}
+        contents |= {"model": {"type": "BPE", "vocab": vocab, "merges": [], "byte_fallback": True}}
+        path.write_text(json.dumps(contents | {"pre_tokenizer": None}))
+    own = HuggingFace(path, key="data.tokenizer")
+    guarded = Guarded(own)
+    found = guarded.encode(f"{special}a<think>")
+    assert found.ids.tolist() == [own.token_id(token) for token in (special, "a", "<think>")]
+    assert found.special.tolist() == [True, False, False]
+    with refused(f"data.tokenizer={path} reads the text", "as a special token, also where it is a user's; give an"):
+        guarded.encode(guarded.guard(f"a{text}"))
+
+
+def test_other_tokens_with_other_ids_are_found_before_the_first_text(tmp_path, monkeypatch):
+    save_tokenizer(path := tmp_path / "t.json", ("END",))
+    monkeypatch.setattr(Guarded, "_replace", lambda _, contents: contents["added_tokens"].reverse())
+    with refused(f"data.tokenizer={path}: its added token <think> is 257, but 256 where texts of special tokens stay"):
+        Guarded(HuggingFace(path, key="data.tokenizer"))
 
 
 BAD = [

@@ -4,8 +4,9 @@ import json
 
 import pytest
 from refusals import refused
+from special_tokens import CASES as TWO_FILES
 
-from moezoo.data.chat_template import file_template, folder_template
+from moezoo.data.chat_template import file_template, folder_template, missing_tokens
 
 CONFIG = {
     "bos_token": "<s>",
@@ -13,13 +14,13 @@ CONFIG = {
     "pad_token": None,
     "add_bos_token": True,
     "additional_special_tokens": ["<a>", {"content": "<b>"}],
-    "extra_special_tokens": {"image_token": "<image>"},
+    "extra_special_tokens": {"image_token": "<image>", "end_of_image": "</image>"},
 }
 VARIABLES = {
     "bos_token": "<s>",
     "eos_token": "</s>",
     "image_token": "<image>",
-    "additional_special_tokens": ["<a>", "<b>"],
+    "end_of_image": "</image>",
 }
 
 
@@ -56,6 +57,29 @@ def test_a_file(tmp_path):
     path = str(tmp_path / "tokenizer_config.json")
     found = file_template(path, key="data.template", tokenizer=None)
     assert (found.texts, found.variables) == ({"default": "of the folder"}, VARIABLES)
+
+
+@pytest.mark.parametrize(("config", "older", "variables"), TWO_FILES)
+def test_special_tokens_of_two_files(tmp_path, config, older, variables):
+    for name, value in (("tokenizer_config", config), ("special_tokens_map", older)):
+        if value is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    (tmp_path / "chat_template.jinja").write_text("")
+    assert folder_template(tmp_path, key="folder").variables == variables
+
+
+def test_special_tokens_that_print_nothing(tmp_path):
+    write_config(tmp_path, chat_template="hello", bos_token=None)
+    template = folder_template(tmp_path, key="folder")
+    assert missing_tokens(template, ["eos_token", "image_token", "messages", "ns"]) is None
+    files = "no tokenizer_config.json or special_tokens_map.json beside the tokenizer has"
+    assert missing_tokens(template, ["messages", "bos_token", "eos_token"]) == (
+        f"{tmp_path}/tokenizer_config.json prints nothing for bos_token: {files} it; if the model needs it, write it "
+        "into tokenizer_config.json"
+    )
+    several = missing_tokens(template, ["sep_token", "bos_token"])
+    assert several is not None
+    assert f"prints nothing for bos_token and sep_token: {files} them; if the model needs them, write them" in several
 
 
 @pytest.mark.parametrize(

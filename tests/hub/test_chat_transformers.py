@@ -5,11 +5,12 @@ import json
 
 import pytest
 from chat_styles import CASES, STYLES, save_tokenizer
+from special_tokens import CASES as TWO_FILES
 
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
 from moezoo.data.chat_template import folder_template
-from moezoo.data.tokenizer import HuggingFace
+from moezoo.data.tokenizer import Bytes, HuggingFace
 
 transformers = pytest.importorskip("transformers")
 
@@ -65,6 +66,22 @@ def test_the_same_text_tokens_and_mask(tmp_path, today, style, chat):
             assert ours.ids.tolist() == theirs["input_ids"]
             if marked and not prompt:
                 assert ours.mask.tolist() == [bool(number) for number in theirs["assistant_masks"]]
+
+
+NAMES = ("bos_token", "eos_token", "pad_token", "cls_token", "a_token", "c_token", "d")
+
+
+@pytest.mark.parametrize(("config", "older"), [case[:2] for case in TWO_FILES])
+def test_the_same_variables_of_two_files(tmp_path, config, older):
+    save_tokenizer(tmp_path / "tokenizer.json", ("<s>",))
+    for name, value in (("tokenizer_config", config), ("special_tokens_map", older)):
+        if value is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    (tmp_path / "chat_template.jinja").write_text(" ".join(f"{name}={{{{ {name} }}}}" for name in NAMES))
+    peer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "a"}]
+    with ChatFormat(folder_template(tmp_path, key="folder"), Bytes(), "2025-02-03") as chats:
+        assert chats.prompt(read_chat({"messages": chat})).text == peer.apply_chat_template(chat, tokenize=False)
 
 
 def test_what_looks_like_a_special_token_stays_text(tmp_path):

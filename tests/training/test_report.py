@@ -12,6 +12,8 @@ import pytest
 import moezoo
 from moezoo import progress
 from moezoo.config.build import build_execution
+from moezoo.data import Synthetic
+from moezoo.data.source import Part
 from moezoo.host import in_units
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.block_fp8 import BlockFP8
@@ -31,7 +33,7 @@ from moezoo.training.pictures import (
     routing_picture,
 )
 from moezoo.training.progress import Progress
-from moezoo.training.report import kernel_lines, print_lines, rate_line, unsplit_lines
+from moezoo.training.report import data_rows, kernel_lines, print_lines, rate_line, unsplit_lines
 from moezoo.training.stage_lines import stage_lines
 
 
@@ -46,6 +48,18 @@ def test_lines_are_printed_in_any_encoding(monkeypatch):
     monkeypatch.setattr(sys, "stdout", text)
     print_lines([("sample", "⟦a⟧")])
     assert text.getvalue() == "sample      ⟦a⟧\n"
+
+
+def test_a_note_about_data_has_a_line():
+    """Also that of a source of a mixture."""
+    source = moezoo.data.load(
+        Synthetic(vocab=9, successors=2, documents=40, document_length=9), seq_len=8, seed=0, vocab=9
+    )
+    warned = dataclasses.replace(source, notes=("look",))
+    mixed = dataclasses.replace(source, summary={"rows": "2/3 a", "sha256": "0"}, weighted={"a": Part(warned, 1.0)})
+    assert data_rows(source) == data_rows(warned)[:-1]
+    assert data_rows(warned)[-1] == ("note", "look")
+    assert data_rows(mixed)[-1] == ("note", "a: look")
 
 
 def test_the_course_of_the_learning_rate():
