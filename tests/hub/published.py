@@ -90,6 +90,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "thoughts": {"messages": _THOUGHT},
     "thoughts 2": {"messages": _THOUGHT + _THOUGHTS},
     "tools": {"messages": _CALLED, "tools": [{"type": "function", "function": _TOOL}]},
+    "parts": {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in _TURN]},
     "prompt": {"messages": _TURN[:1]},
 }
 _AS = {"kimi_k2": "deepseek_v3"}  # types that transformers lacks
@@ -182,7 +183,7 @@ def trained_spans(encoded: EncodedChat) -> list[list[int]]:
 def written(messages: list[dict[str, Any]], loss: str) -> list[str]:
     """Return what the assistant has written in the messages that a loss is on."""
     turns = [message for message in messages if message["role"] == "assistant"]
-    parts = [(m.get("reasoning_content"), m["content"], "Oslo" if "tool_calls" in m else "") for m in turns]
+    parts = [(m.get("reasoning_content", ""), m["content"], "Oslo" * ("tool_calls" in m)) for m in turns]
     return [text for turn in (parts[-1:] if loss == "last" else parts) for text in turn if text]
 
 
@@ -226,9 +227,10 @@ def try_format(template: Template, tokenizer: HuggingFace) -> Iterator[tuple[str
             for name, chat in CHATS.items():
                 if name == "prompt":
                     continue
-                read, texts = read_chat(chat), written(chat["messages"], loss)
+                read = read_chat(chat)
+                texts = written(read.messages, loss)
                 ours, fault = attempt(lambda: chats.encode(read, loss))  # noqa: B023
-                rest = [each for each in written(chat["messages"], "all") if each not in texts]
+                rest = [each for each in written(read.messages, "all") if each not in texts]
                 verdict, before, after = judge(ours, texts, [*OTHERS, *rest]) if ours else ("R", "", "")
                 yield f"{loss}: {name}", verdict
                 if fault:
@@ -292,8 +294,9 @@ def try_tokenizer(path: Path, work: Path) -> Iterator[tuple[str, Any]]:
         for text in TEXTS:
             chat = [_user(text), _answer(text)]
             found, fault = attempt(lambda: chats.encode(read_chat({"messages": chat}), "all").ids.tolist())  # noqa: B023
-            if found is None or found != peer.apply_chat_template(chat)["input_ids"]:
-                wrong.append((text, fault or found))
+            other = peer.apply_chat_template(chat)["input_ids"]
+            if found != other:
+                wrong.append(f"{text!r}: {fault or found}, transformers {other}")
         yield "chats", f"{len(TEXTS) - len(wrong)}/{len(TEXTS)}"
         yield from (("", f"chats: {each}") for each in wrong[:2])
         wrong, (plain, _) = [], attempt(lambda: count("a word b"))
@@ -319,7 +322,10 @@ def described(path: Path, work: Path) -> tuple[Described, Upcycle]:
 
 
 def count_theirs(work: Path) -> int:
-    """Return the number of parameters of transformers' model, without choice biases, which moezoo counts as buffers."""
+    """Return the number of parameters of transformers' model that moezoo counts too.
+
+    Choice biases are buffers in moezoo, which has no index for sparse attention.
+    """
     mapping = json.loads((work / "config.json").read_text())
     mapping = mapping.get("text_config", mapping)
     for key in ("quantization_config", "auto_map"):
@@ -329,7 +335,8 @@ def count_theirs(work: Path) -> int:
     config = transformers.AutoConfig.from_pretrained(work, trust_remote_code=False)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return sum(each.numel() for name, each in model.named_parameters() if not name.endswith("score_correction_bias"))
+    apart = re.compile(r"score_correction_bias$|\.indexer\.")
+    return sum(each.numel() for name, each in model.named_parameters() if not apart.search(name))
 
 
 def try_config(path: Path, work: Path) -> Iterator[tuple[str, Any]]:
