@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 def kind_of(path: Path) -> str:
-    """Return what a file holds. A tokenizer_config.json counts as a template where it is without its tokenizer."""
+    """Return what a file holds. A tokenizer_config.json is a template if it has one, and is read with its tokenizer."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".jinja"):
         return "template"
@@ -55,7 +55,7 @@ def kind_of(path: Path) -> str:
         return "index"
     if "added_tokens" in found and "model" in found:
         return "tokenizer"
-    if "chat_template" in found and not any(path.parent.glob("tokenizer.json*")):
+    if "chat_template" in found:
         return "template"
     return "config" if {"model_type", "architectures"} & found.keys() else "other"
 
@@ -85,7 +85,7 @@ def table(rows: list[Row]) -> Iterator[str]:
     lines = [["file", *columns], *([row.name, *(row.cells.get(each, "") for each in columns)] for row in rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
     for line in lines:
-        yield " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        yield " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(" |")
     for column in columns:
         counts = collections.Counter(row.cells.get(column) or "none" for row in rows)
         if max(map(len, counts)) < 9:
