@@ -88,11 +88,19 @@ _V2: Settings = {
 
 def _sparse(pairs: Pairs) -> Settings:
     """Return what types with sparse attention have besides; the `pairs` of its index differ by type."""
-    index = Part(
-        lambda config, found: {"index_topk": config.read("index_topk", int, 2048), "index_pairs": pairs},
-        lambda c: {"index_topk": c.index_topk},
-        {"index_topk": "index_topk"},
-    )
+
+    def read(config: ConfigJson, found: Found) -> Found:
+        """Return what the index has. Raises `UserError` where a layer is of another type."""
+        kinds = tuple[Literal["indexed_attention", "deepseek_sparse_attention"], ...]  # the second is the older name
+        types, layers = config.read("layer_types", kinds | None, None), found["layers"]
+        if types is not None and len(types) != layers:
+            raise UserError(
+                f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is "
+                "wrong"
+            )
+        return {"index_topk": config.read("index_topk", int, 2048), "index_pairs": pairs}
+
+    index = Part(read, lambda c: {"index_topk": c.index_topk}, {"index_topk": "index_topk"})
     return {"rope_pairs": fixed({"rope_pairs": "interleaved"}, rope_interleave=True), "index": index}
 
 
@@ -145,6 +153,7 @@ _MISTRAL_4: Settings = {
 _ONLY: Mapping[str, Any] = {
     "attention_bias": (False,),
     "moe_layer_freq": (1,),
+    "moe_router_dtype": ("float32",),
     "qk_head_dim": lambda found: found["nope_dim"] + found["rope_dim"],
     # Each head has keys and values of its own, made of the latent.
     "num_key_value_heads": lambda found: found["heads"],
@@ -153,14 +162,14 @@ _ONLY: Mapping[str, Any] = {
 _SIGMOID = _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _SOFTMAX = _ONLY | {"scoring_func": ("softmax",)}
 _INDEXED = _SIGMOID | {"rope_interleave": (True,)}
-_INDEXED |= {"layer_types": lambda found: ["indexed_attention"] * found["layers"]}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded. In two types `head_dim` must fit other sizes; in the others it is not read.
 _UNREAD = "aux_loss_alpha seq_aux ep_size num_nextn_predict_layers num_mtp_layers"
 _USUAL = f"{_UNREAD} head_dim"
-# Which tokens the index of sparse attention selects, where there are more than `index_topk`.
+# Which tokens the index of sparse attention selects, where there are more than `index_topk`; the last key is that of
+# multi-token prediction.
 _INDEX = f"{_USUAL} index_head_dim index_n_heads indexer_types index_topk_pattern index_topk_freq"
-_INDEX += " index_skip_topk_offset indexer_rope_interleave"
+_INDEX += " index_skip_topk_offset indexer_rope_interleave index_share_for_mtp_iteration"
 
 
 def _type(

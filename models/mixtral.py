@@ -99,7 +99,7 @@ DENSE_HUB = Hub(
             _REST,
             DENSE,
             _NO_BIAS | {"rope_interleaved": (False,)},
-            "is_llama_config transformers.js_config",
+            "is_llama_config max_sequence_length transformers.js_config",
         ),
     },
     lambda config: "llama",  # both have the same names

@@ -64,7 +64,8 @@ def parse_json(data: bytes, file: str) -> dict[str, Any]:
         return int(digits)
 
     def no_number(name: str) -> None:
-        raise refuse(f"has {name}, which is not JSON")
+        # Folders of some models that moezoo does not have are published so.
+        raise UserError(f"{file} has {name}, which is not JSON; load another model, or download it again")
 
     if len(data) > LARGEST:
         raise refuse(f"has more than {LARGEST} bytes")

@@ -92,10 +92,25 @@ def describe_download(folder: Path) -> str:
     return f"; a model of this name is downloaded with: hf download {folder} --local-dir {folder.name}"
 
 
-def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
-    """Return what config.json and the headers of the files describe; both have about as many layers and experts.
+class Described(NamedTuple):
+    """What the config.json of a folder describes, as in `OpenFolder`.
 
-    With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
+    `keys`: our settings and the keys that hold their values, for messages.
+    """
+
+    mapping: Mapping[str, Any]
+    is_nested: bool
+    family: Family
+    hub: Hub
+    config: ModelConfig
+    quantization: Quantization
+    keys: Mapping[str, str]
+
+
+def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
+    """Return what the config.json of a folder describes, with `upcycle` as the mixture of experts that it becomes.
+
+    Raises `UserError` for a key or a value that moezoo does not have.
     """
     if not folder.exists():
         advice = f"name a Hugging Face model folder{describe_download(folder)}"
@@ -128,10 +143,19 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
         raise UserError(
             f"{folder}/config.json: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one"
         )
-    files = WeightFiles(folder)
-    nesting = Nesting() if text is mapping else find_nesting(mapping, files.tensors, folder)
     quantization = quantization if quantization.format else inner
     config = upcycle.widen(config) if upcycle.experts else config
+    return Described(mapping, text is not mapping, family, hub, config, quantization, keys)
+
+
+def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
+    """Return what config.json and the headers of the files describe; both have about as many layers and experts.
+
+    With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
+    """
+    mapping, is_nested, family, hub, config, quantization, keys = read_config(folder, upcycle)
+    files = WeightFiles(folder)
+    nesting = find_nesting(mapping, files.tensors, folder) if is_nested else Nesting()
     opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting, upcycle)
     _check_counts(opened, keys)
     return opened

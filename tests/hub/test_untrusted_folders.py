@@ -367,7 +367,9 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"] * 2, "first_k_dense_replace": 2},
         ("mlp_layer_types=2", "num_hidden_layers=2", "below 2"),
     ),
-    ("v3.2", {"layer_types": ["full_attention"] * 2}, ("layer_types=", "only [indexed_attention, indexed_attention]")),
+    ("v3.2", {"layer_types": ["full_attention"] * 2}, ("layer_types[0]=full_attention: expected one of indexed",)),
+    ("v3.2", {"layer_types": ["indexed_attention"]}, ("layer_types names 1 layers, but num_hidden_layers=2",)),
+    ("v3.2", {"moe_router_dtype": "bfloat16"}, ("moe_router_dtype=bfloat16", "only float32")),
     ("v3.2", {"rope_interleave": False}, ("rope_interleave=false", "only true")),
     ("v3.2", {"q_lora_rank": None}, ("index_topk=8 needs q_lora_rank",)),
     ("v3.2", {"index_topk": 0}, ("index_topk=0", "at least 1")),
@@ -469,6 +471,13 @@ def test_unknown_keys_without_a_value_are_harmless():
     for name, config in CONFIGS.items():
         keys = {"_unknown": 1, "unknown": None, "quantization_config": None, "num_experts_per_tok": 2}
         assert config_of(written(name) | keys) == config
+
+
+def test_keys_of_glm_5_2_change_nothing():
+    """The types of its layers have an older name too, and its router computes in float32, as all do here."""
+    keys = {"index_share_for_mtp_iteration": True, "moe_router_dtype": "float32", "indexer_types": ["full", "shared"]}
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        assert config_of(written("v3.2") | keys | {"layer_types": [kind] * 2}) == CONFIGS["v3.2"]
 
 
 def test_older_keys_of_rotary_positions_mean_the_same():

@@ -203,6 +203,12 @@ PUBLISHED = {
         | {"rope_scaling": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}},
         {"head_dim": 64, "kv_heads": 8, "rope_base": 5e5, "llama3": Llama3(32.0, 8192, 1.0, 4.0)},
     ),
+    "the first Llama": (
+        _FULL
+        | {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "vocab_size": 32000, "rms_norm_eps": 1e-06, "max_sequence_length": 2048},
+        {"head_dim": 128, "kv_heads": 32, "rope_base": 1e4, "max_length": 2048, "norm_eps": 1e-6},
+    ),
     "SmolLM2-135M": (
         _FULL
         | {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from moezoo.config.overrides import CONF, PACKAGE, read_yaml
 from moezoo.hub.nested import NESTED
-from moezoo.models import FAMILIES
+from moezoo.models import FAMILIES, Family
 from moezoo.models.config_json import WITHOUT_EFFECT
+from moezoo.models.hub import ModelType
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """
@@ -26,6 +27,42 @@ Of a model for images ({nested}) the text model is read, which is in `text_confi
 parameters include the whole embedding, of which a token reads one row.
 `python tests/models/families_page.py` makes this page.
 """
+_TRIED = """
+## Which published files were tried
+
+`python tests/hub/published.py FOLDER` reads every config.json below a folder, and counts parameters with transformers
+too. The published files of the models in the middle were read so, with the same number of parameters in both
+(2026-11-27, transformers 5.24, which counts Kimi K2 as the equal `deepseek_v3`, and without the index of sparse
+attention). The models on the right follow the definitions of their papers and of transformers; no published file of
+theirs was tried.
+
+| `model_type` | config tried | by definition only |
+|---|---|---|
+"""
+# Model type -> the models whose published config.json was tried, and those that were not.
+_MODELS = {
+    "deepseek_v2": ("DeepSeek-V2.5, V2-Lite", "DeepSeek-V2"),
+    "deepseek_v3": ("DeepSeek-V3, R1", "DeepSeek-V3.1, Moonlight"),
+    "kimi_k2": ("Kimi K2", "Kimi K2 Thinking"),
+    "kimi_k25": ("Kimi K2.5", "later ones"),
+    "glm4_moe_lite": ("", "GLM-4.7-Flash"),
+    "mistral4": ("", "Mistral Small 4"),
+    "mistral3": ("", "Mistral Small 4"),
+    "deepseek_v32": ("DeepSeek-V3.2", ""),
+    "glm_moe_dsa": ("GLM-5, 5.1 and 5.2, also in FP8", ""),
+    "mixtral": ("Mixtral 8x7B, 8x22B", ""),
+    "mistral": ("", "Mistral 7B, Nemo"),
+    "llama": ("Llama 3.1 8B, 70B and 405B", "Llama 2, 3, 3.2 and 3.3, SmolLM2"),
+    "olmoe": ("", "OLMoE"),
+    "qwen3_moe": ("Qwen3-30B-A3B and 235B-A22B, also in FP8, Qwen3-Coder-480B-A35B", ""),
+    "glm4_moe": ("GLM-4.5", "GLM-4.5-Air, 4.6 and 4.7"),
+    "minimax_m2": ("MiniMax-M2.5, M2.7", "MiniMax-M2"),
+    "hy_v3": ("", "Hunyuan 3"),
+    "dots1": ("", "dots.llm1"),
+    "ernie4_5_moe": ("", "ERNIE 4.5"),
+    "qwen3": ("Qwen3-0.6B, 1.7B, 8B and 32B", "others"),
+    "gpt_oss": ("gpt-oss-20b, 120b", ""),
+}
 _LISTED = """
 ## What is ignored
 
@@ -63,13 +100,22 @@ def render() -> str:
         lines += ["", "| `model=` | size |", "|---|---|"]
         lines += [f"| `{entry}` | {_size(path)} |" for entry, path in mine.items() if entry not in laptop]
         lines.append("")
+    kinds = {*NESTED, *(kind for family in FAMILIES.values() for kind in _types(family))}
+    assert kinds == _MODELS.keys(), "each model type has an entry in _MODELS"
+    lines += _TRIED.strip().splitlines()
+    lines += [f"| `{kind}` | {' | '.join(names)} |".replace("  ", " ") for kind, names in _MODELS.items()]
+    lines.append("")
     lines += [_LISTED.strip(), _wrap(_code(sorted(WITHOUT_EFFECT)) + "."), "", "Besides these:", ""]
     for family in FAMILIES.values():
-        dense = {} if family.dense is None else family.dense.types
-        for kind, each in (*family.hub.types.items(), *dense.items()):
+        for kind, each in _types(family).items():
             keys = each.without_effect.split()
             lines += [_wrap(f"- `{kind}`: {_code(sorted(keys))}.", "  ")] * bool(keys)
     return "\n".join(lines) + "\n"
+
+
+def _types(family: Family) -> dict[str, ModelType]:
+    """Return the model types of a family, also those of dense models."""
+    return {**family.hub.types, **({} if family.dense is None else family.dense.types)}
 
 
 def _family_of(path: Path) -> str:
