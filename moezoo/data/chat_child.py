@@ -143,10 +143,7 @@ class Chats:
     def describe(self) -> dict[str, Any]:
         """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
         blocks = {name: any(map(_is_block, tree.find_all(nodes.CallBlock))) for name, tree in self._trees.items()}
-        return {
-            "marked": blocks,
-            "names": {n: sorted(meta.find_undeclared_variables(tree)) for n, tree in self._trees.items()},
-        }
+        return {"marked": blocks, "names": {name: sorted(_find_printed(tree)) for name, tree in self._trees.items()}}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `text` of a chat.

@@ -86,16 +86,26 @@ def try_template(path: Path, work: Path) -> Try:
 
 def _try_loss(chats: ChatFormat, name: str, chat: Mapping[str, Any], loss: LossOn) -> Try:
     read = read_chat(chat)
-    texts = _written(read.messages, loss)
-    ours, fault = attempt(chats.encode, read, loss)
-    rest = [each for each in _written(read.messages, "all") if each not in texts]
-    verdict, before, after = _judge(ours, texts, _OTHERS + rest) if ours else ("R", "", "")
+    examples, fault = attempt(chats.examples, read, loss)
+    every = _written(read.messages, "all")
+    judged, shown = [], []
+    for number, encoded in zip(
+        read.turns if loss == "each" else [len(read.messages) - 1], examples or (), strict=False
+    ):
+        texts = _written(read.until(number).messages, "last" if loss == "each" else loss)
+        judged.append(_judge(encoded, texts, [*_OTHERS, *(each for each in every if each not in texts)]))
+        shown.append(encoded.with_marks("⟦", "⟧"))
+    verdict = next((each[0] for each in judged if each[0] != "ok"), "ok" if judged else "R")
     yield f"{loss}: {name}", verdict
     if fault or verdict != "ok":
-        yield "", f"{loss}: {name}: {fault or repr(ours.with_marks('⟦', '⟧'))}"
+        yield "", f"{loss}: {name}: {fault or repr(shown)}"
     if (loss, name) == ("last", "one"):
-        yield from (("before", repr(before)), ("after", repr(after)))
-    yield f"{name} {loss}", [fault] if ours is None else hashes(ours.text, ours.with_marks("\0", "\1"))
+        yield from zip(("before", "after"), map(repr, judged[0][1:] if judged else ("", "")), strict=True)
+    yield f"{name} {loss}", [fault] if fault else [part for each in examples or () for part in _hash(each)]
+
+
+def _hash(encoded: EncodedChat) -> list[str]:
+    return hashes(encoded.text, encoded.with_marks("\0", "\1"))
 
 
 def _render(template: Template, chat: Mapping[str, Any], is_prompt: bool) -> str:
@@ -116,7 +126,11 @@ def _trained(encoded: EncodedChat) -> list[str]:
 def _written(messages: list[dict[str, Any]], loss: str) -> list[str]:
     """Return what the assistant has written in the messages that a loss is on."""
     turns = [message for message in messages if message["role"] == "assistant"]
-    parts = [(m.get("reasoning_content", ""), m["content"], "Oslo" * ("tool_calls" in m)) for m in turns]
+    contents = [m["content"] if isinstance(m["content"], list) else [{"text": m["content"]}] for m in turns]
+    parts = [
+        (m.get("reasoning_content", ""), *(part["text"] for part in content), "Oslo" * ("tool_calls" in m))
+        for m, content in zip(turns, contents, strict=True)
+    ]
     return [text for turn in (parts[-1:] if loss == "last" else parts) for text in turn if text]
 
 
