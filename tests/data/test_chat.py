@@ -59,16 +59,17 @@ def documents(source: Source) -> list[tuple[list[int], list[bool]]]:
     return found
 
 
-@pytest.mark.parametrize("loss_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize("loss_on", ["assistant", "last", "each", "all"])
 def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     """With and without the cache, from plain and packed files; jinja2 renders only what is not in the cache."""
     records = CHATS * 6
     held_out = select_held_out_by_index(len(records))
     with ChatFormat(settings(tmp_path, folder).read_template(), tokenizer(folder), "2025-01-01") as chats:
-        encoded = [chats.encode(read_chat(record), loss_on) for record in records]
-    made = [(each.ids.tolist(), each.mask.tolist()) for each in encoded]
-    expected = [*(m for m, out in zip(made, held_out, strict=True) if not out)]
-    expected += [m for m, out in zip(made, held_out, strict=True) if out]
+        encoded = [chats.examples(read_chat(record), loss_on) for record in records]
+    made = [[(each.ids.tolist(), each.mask.tolist()) for each in examples] for examples in encoded]
+    # All examples of a chat are on the same side.
+    expected = [m for m, out in zip(made, held_out, strict=True) if not out for m in m]
+    expected += [m for m, out in zip(made, held_out, strict=True) if out for m in m]
     (tmp_path / "chats").mkdir()
     write(tmp_path / "chats" / "a.jsonl", records[:7])
     rest = write(tmp_path / "rest.jsonl", records[7:])
@@ -76,11 +77,37 @@ def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     source = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
     assert documents(source) == expected
     assert source.vocab == 259
+    counted = "42, one for each turn of 30 chats" if loss_on == "each" else None
+    assert source.summary.get("examples") == counted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_renderer._Child, "start", None)
         warm = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
     assert documents(warm) == expected
     assert warm.facts(SEQ) == source.facts(SEQ)
+
+
+def test_what_a_user_should_know_of_chats(folder, tmp_path, monkeypatch):
+    """A chat that ends its process is left out, and named; the run goes on. The cache keeps these notes."""
+    ask = chat_renderer._Child.ask
+
+    def killed(child, message):
+        if "DIE" in str(message.get("messages")) and child._process is not None:
+            child._process.kill()
+        return ask(child, message)
+
+    monkeypatch.setattr(chat_renderer._Child, "ask", killed)
+    asked = {"role": "user", "content": "a", "mood": "good"}
+    records = [{"messages": [asked, {"role": "assistant", "content": text}]} for text in ("b", "DIE", "c", "d")]
+    path = write(tmp_path / "a.jsonl", records)
+    for _ in range(2):
+        source = load_chats(settings(path, folder))
+        assert source.notes == (
+            f"key mood in 4 messages has no effect: {folder}/chat_template.jinja does not read it",
+            f"data.path={path} line 2 is left out: rendering it by {folder}/chat_template.jinja ended its process "
+            "(exit code -9); correct the template or leave the chat out",
+        )
+        assert len(source.train) + len(source.validation) == 3 * 42
+        monkeypatch.setattr(chat_renderer._Child, "start", None)
 
 
 def tokenizer(folder: Path) -> HuggingFace:
@@ -244,6 +271,12 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
         out, error = capsys.readouterr()
         assert out == QWEN.chats["plain"][1].replace("⟦", begin).replace("⟧", end) + "\n"
         assert error.endswith("tokens, of which 16 are predicted\n")
+    prepare_data([f"chat={path}", f"folder={folder}", "loss_on=each"])
+    out, error = capsys.readouterr()
+    before, last = QWEN.chats["plain"][1].replace("⟦", "[").replace("⟧", "]").split("<|im_start|>user\nBye")
+    both = before.replace("[", "").replace("]", "") + "<|im_start|>user\nBye" + last
+    assert out == f"{before}\n{both}\n"
+    assert error.startswith("2 examples: ")
     prepare_data([f"chat={path}", f"folder={folder}", "number=2", "loss_on=all"])
     assert capsys.readouterr().out.startswith("[<|im_start|>system\nBe brief.")
     for arguments, message in (
