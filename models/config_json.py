@@ -220,8 +220,26 @@ LLAMA3_KEYS |= {"llama3.low": "low_freq_factor", "llama3.high": "high_freq_facto
 ROPE_KEYS: Mapping[Extension, Mapping[str, str]] = {"default": {}, "yarn": YARN_KEYS, "llama3": LLAMA3_KEYS}
 
 
+def extension_keys(config: Any, extension: Extension) -> dict[str, Any]:
+    """Return the keys of a configuration's extension."""
+    keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
+    # 0 means that there is none, as a missing key does. vLLM and SGLang take the number 0 for a factor.
+    return {key: value for key, value in keys.items() if value or not key.startswith("mscale")}
+
+
 def write_rope(config: Any, extension: Extension) -> dict[str, Any]:
     """Return the rotary settings for a config.json, of a configuration with `rope_base` and this extension."""
-    keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
+    keys = extension_keys(config, extension)
     used = keys.get("factor", 1) != 1
     return {"rope_type": extension if used else "default", "rope_theta": config.rope_base, **(keys if used else {})}
+
+
+# Where transformers 4, and programs of its time, look for rotary settings. Without these keys they take defaults.
+OLDER_ROPE = ("rope_theta", "partial_rotary_factor", "rope_scaling")
+
+
+def rope_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for a table of rotary settings: the table, and what transformers 4 reads."""
+    outside = {key: table[key] for key in OLDER_ROPE if key in table}
+    scaling = {key: value for key, value in table.items() if key not in outside}
+    return {"rope_parameters": table, **outside, "rope_scaling": None if table["rope_type"] == "default" else scaling}

@@ -209,6 +209,19 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     _, out, _ = console("convert", "run", "new")
     assert f"tokenizer   {tmp_path}/words.json\ntexts       no token is known to end them\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
+    common = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text()) == common
+    # What stands beside the tokenizer, with a class that transformers 4 has too.
+    for number, (beside, expected) in enumerate(
+        (
+            ({"eos_token": "é"}, {"eos_token": "é"} | common),
+            ({"tokenizer_class": "TokenizersBackend"}, common),
+            ({"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "LlamaTokenizer"}),
+        )
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+        assert console("convert", "run", f"class_{number}")[0] == 0
+        assert json.loads((tmp_path / f"class_{number}" / "tokenizer_config.json").read_text()) == expected
     # A run on chats also leaves its template.
     tokens = ("tokenizer_config.json", "special_tokens_map.json")
     for name, text in ((tokens[0], "{}"), (tokens[1], "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
@@ -218,7 +231,8 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
         (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | chats))
         assert console("convert", "run", expected)[0] == 0
         assert (tmp_path / expected / "chat_template.jinja").read_text() == expected
-        assert {(tmp_path / expected / name).read_text() for name in tokens} == {"{}"}
+        assert (tmp_path / expected / tokens[1]).read_text() == "{}"
+        assert json.loads((tmp_path / expected / "tokenizer_config.json").read_text()) == common
     # The tokens that end texts: of the data, of the template, and of all sources of a mixture.
     save_tokenizer(tmp_path / "words.json", ("<a>", "<b>", "<c>"))
     first = json.loads((tmp_path / "words.json").read_text())["added_tokens"][0]["id"]
