@@ -179,7 +179,8 @@ def test_like_another_folder(run, folder, tmp_path, console):
     # Of another folder the keys that change are listed.
     shutil.copytree(folder, tmp_path / "base")
     keys = json.loads((folder / "config.json").read_text())
-    other = {"rms_norm_eps": 0.5, "rope_parameters": keys["rope_parameters"] | {"rope_theta": 7.0}}
+    rope = {"rope_theta": 7.0, "rope_parameters": keys["rope_parameters"] | {"rope_theta": 7.0}}
+    other = {"rms_norm_eps": 0.5, **rope}
     (tmp_path / "base" / "config.json").write_text(json.dumps(keys | other | {"eos_token_id": 1}))
     code, out, _ = console("convert", str(run), "changed", "like=base")
     assert (code, [line for line in out.splitlines() if line.startswith("config.json")]) == (
@@ -187,6 +188,7 @@ def test_like_another_folder(run, folder, tmp_path, console):
         [
             "config.json rms_norm_eps=1e-06 (0.5 there)",
             "config.json rope_parameters.rope_theta=10000.0 (7.0 there)",
+            "config.json rope_theta=10000.0 (7.0 there)",
         ],
     )
     config = moezoo.load_run(run)[0].config

@@ -21,6 +21,7 @@ from tokenizers_of_kinds import TEXT, byte_level, with_start
 
 from moezoo.data.tokenizer import folder_tokenizer
 from moezoo.hub.folders import tokenizer_config
+from moezoo.models import family_of
 from moezoo.nn.llama3 import Llama3
 from moezoo.nn.yarn import Yarn
 
@@ -101,6 +102,36 @@ def assert_reads(written: Any, name: str, version: str, path: str) -> None:
     assert read["ids"] == folder_tokenizer(folder).encode(TEXT)
     # About a thousand products, each rounded to 6e-8; a wrong rotation changes logits by more than 0.1.
     np.testing.assert_allclose(wanted, read["logits"], rtol=0, atol=1e-4)
+
+
+# Keys that transformers' classes do not have, with which vLLM 0.33.0 and SGLang 0.5.23 compute what we do.
+DEEPSEEK = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+SERVED: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), DEEPSEEK),
+    "deepseek_v2": {"scoring_func": "softmax", "topk_method": "greedy", "moe_layer_freq": 1},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "rotary_dim": 4},
+    "hy_v3": {"qk_norm": True, "route_norm": True, "expert_hidden_dim": 12, "first_k_dense_replace": 2},
+    "gpt_oss": {"hidden_act_alpha": 1.702},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_keys_that_programs_that_serve_models_read(name):
+    config = replace(PLAIN[name], layers=3, mlp_layers=(0, 1)) if name == "hy_v3" else PLAIN[name]
+    keys = family_of(config).hub.write(config)
+    assert {key: keys.get(key) for key in SERVED[name]} == SERVED[name]
+
+
+def test_a_list_of_layers_that_a_number_cannot_say():
+    keys = family_of(PLAIN["hy_v3"]).hub.write(PLAIN["hy_v3"])
+    assert keys["mlp_layer_types"] == ["sparse", "dense", "sparse"]
+    assert "first_k_dense_replace" not in keys
+
+
+def test_no_factor_of_yarn_is_no_key():
+    """vLLM and SGLang compute with 0."""
+    config = SCALED["deepseek_v2 yarn"]
+    assert not {"mscale", "mscale_all_dim"} & family_of(config).hub.write(config)["rope_parameters"].keys()
 
 
 @pytest.mark.peers4
