@@ -143,7 +143,7 @@ def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
     """Without keys of the router, of the layers and of lengths."""
     full = DeepSeek.hub.write(deepseek_v3(layers=4, experts=16))
     missing = ("n_group", "topk_group", "routed_scaling_factor", "max_position_embeddings", "first_k_dense_replace")
-    missing += OLDER_ROPE
+    missing += ("scoring_func", "topk_method", *OLDER_ROPE)
     plain = {key: value for key, value in full.items() if key not in missing}
     for model_type in sorted(set(DeepSeek.hub.types) - {"deepseek_v2", "kimi_k2"}):
         keys = plain | {"model_type": model_type}
