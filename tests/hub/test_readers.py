@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 from tiny_models import CONFIGS, YARN, deepseek_v2, deepseek_v3, gpt_oss, mistral4, mixtral, olmoe, qwen3
-from tokenizers_of_kinds import TEXT, sentence_piece, with_start
+from tokenizers_of_kinds import TEXT, sentence_piece
 
 from moezoo.data.tokenizer import folder_tokenizer
 from moezoo.hub.folders import tokenizer_config
@@ -72,7 +72,7 @@ def written(save):
     @functools.cache
     def write(name: str) -> tuple[Path, np.ndarray]:
         model, folder = save(CASES[name])
-        with_start(sentence_piece()).save(str(folder / "tokenizer.json"))
+        sentence_piece().save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_bytes(tokenizer_config(None))
         return folder, np.asarray(jax.jit(lambda model: model(TOKENS).logits)(model))
 
