@@ -85,6 +85,7 @@ def cases(names: Any) -> list[Any]:
 
 def assert_reads(written: Any, name: str, version: str, path: str) -> None:
     """Assert that a version of transformers, which is first on `path`, computes our logits and makes our ids."""
+    pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
     folder, wanted = written(name)
     program = [sys.executable, "-W", "ignore", Path(__file__).with_name("read_folders.py")]
     done = subprocess.run(
