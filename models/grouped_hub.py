@@ -99,11 +99,7 @@ _LISTED = _layers(
     _read_listed,
     lambda c: {"decoder_sparse_step": c.moe_every, "mlp_only_layers": list(c.mlp_layers)},
 )
-_BY_TYPE = _layers(
-    "mlp_layer_types",
-    _read_types,
-    _write_types,
-)
+_BY_TYPE = _layers("mlp_layer_types", _read_types, _write_types)
 _INTERVAL = _layers("moe_layer_interval moe_layer_start_index moe_layer_end_index", _read_interval, _write_interval)
 
 
@@ -201,7 +197,7 @@ _LOSS: Settings = {"load_balance": Key("router_aux_loss_coef", 0.001)}
 _GATES: Settings = {"router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised"))}
 _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none", "all"))}
 _SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
-# transformers does not read these keys, but vLLM and SGLang compute something else without them.
+# transformers does not read these keys. Some programs that serve models choose other experts without them.
 _SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
 
@@ -254,15 +250,8 @@ _TYPES = {
         | _LOSS
         | {
             "experts": Key("num_local_experts num_experts"),
-            "fixed": fixed(
-                _SIGMOID | {"norm_over": "projection"},
-                **{
-                    "scoring_func": "sigmoid",
-                    "use_routing_bias": True,
-                    "use_qk_norm": True,
-                    "qk_norm_type": "per_layer",
-                },
-            ),
+            "fixed": fixed(_SIGMOID | {"norm_over": "projection"}, scoring_func="sigmoid", use_routing_bias=True),
+            "norms": fixed(use_qk_norm=True, qk_norm_type="per_layer"),
             # No layer has an MLP; where a width is asked for, it is that of experts.
             "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
         },

@@ -44,7 +44,7 @@ def save_pretrained(
     max_shard_size: int | str | None = None,
     format: Literal["fp8", "mxfp4"] | None = None,
 ) -> Carried:
-    """Write a folder that transformers loads: config.json and safetensors.
+    """Write a folder that transformers 4.57 and 5 load: config.json and safetensors.
 
     The arrays of the model may lie on any mesh. With several processes all of them call this, for a folder on a disk
     that they share: each writes its own files, and one tensor at a time is in the memory of each. Weights of few bits
