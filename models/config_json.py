@@ -1,5 +1,6 @@
 """Reading and writing a Hugging Face config.json: what several families use."""
 
+import itertools
 import operator
 import reprlib
 import types
@@ -32,6 +33,10 @@ WITHOUT_EFFECT = frozenset(
     return_dict_in_generate
     """.split()  # noqa: SIM905 (a list of words has a line per word)
 )
+
+# Where transformers 4, and programs of its time, look for rotary settings. Without these keys they take defaults.
+_OUTSIDE = ("rope_theta", "partial_rotary_factor")
+OLDER_ROPE = (*_OUTSIDE, "rope_scaling")
 
 # What is read with the tensors (`moezoo.hub.few_bits`), in every family.
 _OF_TENSORS = frozenset(("quantization_config",))
@@ -106,9 +111,21 @@ class ConfigJson:
         return ConfigJson(found, f"{self._table}{key}.") if found else None
 
     def rope_table(self, missing: Mapping[str, Any] = _NOTHING) -> "ConfigJson":
-        """Return the table of rotary settings, or `missing` where there is none. Raises as `table` does."""
-        tables = [self.table(key) for key in ("rope_scaling", "rope_parameters")]
-        return tables[0] or tables[1] or ConfigJson(missing, "rope_parameters.")
+        """Return the table of rotary settings, or `missing` where there is none.
+
+        Raises `UserError` as `table` does, and where two places have another value, of which each reader takes one.
+        """
+        outside = ConfigJson({key: self._mapping[key] for key in _OUTSIDE if key in self._mapping})
+        tables = [table for key in ("rope_scaling", "rope_parameters") if (table := self.table(key))]
+        for one, other in itertools.combinations([outside, *tables], 2):
+            for key, value in one._mapping.items():
+                found = other._mapping.get(key)
+                if None not in (value, found) and value != found:
+                    raise UserError(
+                        f"{one._label(key)}={_show(value)} and {other._table}{key}={_show(found)} are one setting; "
+                        "delete the wrong one"
+                    )
+        return next(iter(tables), ConfigJson(missing, "rope_parameters."))
 
     def refuse_others(self, only: Mapping[str, tuple[Any, ...]] = _NOTHING, without_effect: Iterable[str] = ()) -> None:
         """Raise `UserError` for a key that was not read and may change what the model computes.
@@ -220,8 +237,22 @@ LLAMA3_KEYS |= {"llama3.low": "low_freq_factor", "llama3.high": "high_freq_facto
 ROPE_KEYS: Mapping[Extension, Mapping[str, str]] = {"default": {}, "yarn": YARN_KEYS, "llama3": LLAMA3_KEYS}
 
 
+def extension_keys(config: Any, extension: Extension) -> dict[str, Any]:
+    """Return the keys of a configuration's extension."""
+    keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
+    # 0 means that there is none, as a missing key does. vLLM and SGLang take the number 0 for a factor.
+    return {key: value for key, value in keys.items() if value or not key.startswith("mscale")}
+
+
 def write_rope(config: Any, extension: Extension) -> dict[str, Any]:
     """Return the rotary settings for a config.json, of a configuration with `rope_base` and this extension."""
-    keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
+    keys = extension_keys(config, extension)
     used = keys.get("factor", 1) != 1
     return {"rope_type": extension if used else "default", "rope_theta": config.rope_base, **(keys if used else {})}
+
+
+def rope_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json for a table of rotary settings: the table, and what transformers 4 reads."""
+    outside = {key: table[key] for key in _OUTSIDE if key in table}
+    scaling = {key: value for key, value in table.items() if key not in outside}
+    return {"rope_parameters": table, **outside, "rope_scaling": None if table["rope_type"] == "default" else scaling}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from moezoo.errors import UserError
-from moezoo.models.config_json import YARN_KEYS, ConfigJson, read_rope
+from moezoo.models.config_json import YARN_KEYS, ConfigJson, extension_keys, read_rope, rope_keys
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
 from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
@@ -61,9 +61,10 @@ def _dense(default: int, *keys: str) -> Part:
 
 
 def _router(score: str, group_score: str, choice_bias: str) -> Settings:
-    """Return what the model type alone says of the router."""
+    """Return what the model type alone says of the router, and the keys without which vLLM and SGLang have another."""
     found = {"router.score": score, "router.group_score": group_score, "router.choice_bias": choice_bias}
-    return {"router": fixed(found)}
+    keys = {"scoring_func": score} | ({"topk_method": "noaux_tc"} if choice_bias == "learned" else {})
+    return {"router": fixed(found, **keys)}
 
 
 def _read_method(config: ConfigJson, found: Found) -> Found:
@@ -136,12 +137,12 @@ def _write_query_scale(c: DeepSeekConfig) -> Mapping[str, Any]:
             f"model.yarn.length={c.yarn.length} and model.query_scale.length={c.query_scale.length}: Mistral 4 in "
             "transformers has one length; make them equal"
         )
-    yarn = {key: getattr(c.yarn, ours.removeprefix("yarn.")) for ours, key in YARN_KEYS.items()}
+    yarn = extension_keys(c, "yarn")
     if lengths:
         yarn["original_max_position_embeddings"] = lengths[0]
     share = c.rope_dim / (c.nope_dim + c.rope_dim)
     rope = {"rope_type": "yarn", "rope_theta": c.rope_base, "partial_rotary_factor": share, **yarn}
-    return {"rope_parameters": rope | {"llama_4_scaling_beta": c.query_scale.beta}}
+    return rope_keys(rope | {"llama_4_scaling_beta": c.query_scale.beta})
 
 
 _SCALE_KEYS = {"rope_base": "rope_theta", "query_scale.beta": "llama_4_scaling_beta", **YARN_KEYS}
@@ -206,7 +207,7 @@ def _type(
         "rope": rope("yarn"),
         "rope_pairs": Key("rope_interleave", True, words=("halves", "interleaved")),
         "hidden_act": SILU,
-        "fixed": fixed(attention_bias=False, num_nextn_predict_layers=0),
+        "fixed": fixed(attention_bias=False, moe_layer_freq=1, num_nextn_predict_layers=0),
     }
     return ModelType(architecture, settings, further | (others or {}), rows, only, without_effect)
 

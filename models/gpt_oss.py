@@ -138,6 +138,7 @@ _SETTINGS = common(131072, norm_eps=1e-5) | {
     "expert_mlp": Key("intermediate_size"),
     "load_balance": Key("router_aux_loss_coef", 0.001),
     "swiglu_alpha": Key("swiglu_alpha", 1.702),
+    "hidden_act_alpha": Part(write=lambda c: {"hidden_act_alpha": c.swiglu_alpha}),  # SGLang's name
     "swiglu_limit": Key("swiglu_limit", 7.0),
     "kv_heads": Key("num_key_value_heads", 8),
     "head_dim": Key("head_dim", 64),
@@ -150,7 +151,11 @@ _FURTHER = {
     "hidden_act": SILU,
 }
 # Second names of settings, which transformers does not read.
-_ONLY, _WITHOUT_EFFECT = {"experts_per_token": lambda found: found["experts_per_token"]}, "initial_context_length"
+_ONLY: Mapping[str, Any] = {
+    "experts_per_token": lambda found: found["experts_per_token"],
+    "hidden_act_alpha": lambda found: found["swiglu_alpha"],
+}
+_WITHOUT_EFFECT = "initial_context_length"
 HUB = Hub(
     {"gpt_oss": "sinks, windows in every second layer, experts with biases; gpt-oss-20b and 120b"},
     {"gpt_oss": ModelType("GptOss", _SETTINGS, _FURTHER, _ROWS, _ONLY, _WITHOUT_EFFECT)},

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
-from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, write_rope
+from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, rope_keys, write_rope
 from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.hub import (
     SILU,
@@ -67,11 +67,17 @@ def _read_types(config: ConfigJson, layers: int) -> Split:
     if len(types) != layers:
         raise UserError(f"config.json: mlp_layer_types names {len(types)} layers, but num_hidden_layers={layers}")
     without = [i for i, kind in enumerate(types) if kind == "dense"]
-    # Another spelling, which transformers does not read.
+    # Another spelling, which vLLM and SGLang read, and transformers does not.
     first = config.read("first_k_dense_replace", int | None, None, least=0)
     if first is not None and [*range(first)] != without:
         raise UserError(f"config.json: first_k_dense_replace={first} contradicts mlp_layer_types; delete the wrong one")
     return 1, without
+
+
+def _write_types(config: GroupedConfig) -> dict[str, Any]:
+    types = ["sparse" if kind == "moe" else "dense" for kind in kinds(config)[0]]
+    first = types.index("sparse")
+    return {"mlp_layer_types": types} | ({} if "dense" in types[first:] else {"first_k_dense_replace": first})
 
 
 def _read_interval(config: ConfigJson, layers: int) -> Split:
@@ -93,11 +99,7 @@ _LISTED = _layers(
     _read_listed,
     lambda c: {"decoder_sparse_step": c.moe_every, "mlp_only_layers": list(c.mlp_layers)},
 )
-_BY_TYPE = _layers(
-    "mlp_layer_types",
-    _read_types,
-    lambda c: {"mlp_layer_types": ["sparse" if kind == "moe" else "dense" for kind in kinds(c)[0]]},
-)
+_BY_TYPE = _layers("mlp_layer_types", _read_types, _write_types)
 _INTERVAL = _layers("moe_layer_interval moe_layer_start_index moe_layer_end_index", _read_interval, _write_interval)
 
 
@@ -140,7 +142,7 @@ def _further(
         if share is not None:
             exact = dims / c.head_dim  # transformers rounds the product down
             rope["partial_rotary_factor"] = exact if int(c.head_dim * exact) == dims else math.nextafter(exact, 2)
-        return {"rope_parameters": rope}
+        return rope_keys(rope)
 
     rope = Part(read, write, {"rope_base": "rope_theta", "rotary_dims": key, **YARN_KEYS})
     return {"head_dim": Key("head_dim", size, null=head_dim), "rope": rope, "hidden_act": SILU}
@@ -195,6 +197,8 @@ _LOSS: Settings = {"load_balance": Key("router_aux_loss_coef", 0.001)}
 _GATES: Settings = {"router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised"))}
 _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none", "all"))}
 _SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
+# transformers does not read these keys. Some programs that serve models choose other experts without them.
+_SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
 
 
@@ -208,7 +212,7 @@ def _v3(max_length: int, shared: Any = REQUIRED, null: Any = REQUIRED) -> Settin
         "router.scale": Key("routed_scaling_factor", 1.0),
         "experts": Key("n_routed_experts num_local_experts"),
         "shared_experts": Key("n_shared_experts", shared),
-        "fixed": fixed(_SIGMOID),
+        "fixed": fixed(_SIGMOID, **_SIGMOID_KEYS),
     }
 
 
@@ -246,7 +250,8 @@ _TYPES = {
         | _LOSS
         | {
             "experts": Key("num_local_experts num_experts"),
-            "fixed": fixed(_SIGMOID | {"norm_over": "projection"}),
+            "fixed": fixed(_SIGMOID | {"norm_over": "projection"}, scoring_func="sigmoid", use_routing_bias=True),
+            "norms": fixed(use_qk_norm=True, qk_norm_type="per_layer"),
             # No layer has an MLP; where a width is asked for, it is that of experts.
             "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
         },
@@ -269,7 +274,8 @@ _TYPES = {
             "experts": Key("num_experts num_local_experts"),
             "shared_experts": Key("num_shared_experts", 1),
             "router.scale": Key("router_scaling_factor", 2.826),
-            "fixed": fixed(_SIGMOID),
+            "fixed": fixed(_SIGMOID, qk_norm=True, route_norm=True),
+            "expert_hidden_dim": Part(write=lambda c: {"expert_hidden_dim": c.expert_mlp}),
         }
         | _BIAS
         | _BY_TYPE,

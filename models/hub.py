@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moezoo.errors import UserError
-from moezoo.models.config_json import REQUIRED, ROPE_KEYS, ConfigJson, Extension, read_rope, write_rope
+from moezoo.models.config_json import REQUIRED, ROPE_KEYS, ConfigJson, Extension, read_rope, rope_keys, write_rope
 from moezoo.models.names import Rows
 from moezoo.typed import convert, types_of
 
@@ -127,7 +127,7 @@ def rope(extension: Extension = "default", base: float = 1e4, missing: Mapping[s
         return {"rope_base": rope_base} | ({extension: settings} if has else {})
 
     def write(config: Any) -> Mapping[str, Any]:
-        return {"rope_parameters": write_rope(config, extension)}
+        return rope_keys(write_rope(config, extension))
 
     return Part(read, write, {"rope_base": "rope_theta", **ROPE_KEYS[extension]})
 

@@ -28,6 +28,7 @@ from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, few_bit_p
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
+from moezoo.models.config_json import OLDER_ROPE
 from moezoo.models.hub import settings_of
 from moezoo.parallel import distributed
 from moezoo.typed import show
@@ -184,10 +185,6 @@ def _another(opened: OpenFolder, difference: str) -> UserError:
     )
 
 
-# Keys that a table of rotary settings replaces.
-_OLDER_ROPE = ("rope_scaling", "rope_theta", "original_max_position_embeddings")
-
-
 class _Dtypes(NamedTuple):
     """The dtype that most numbers of the model have where they are written, and in the original."""
 
@@ -218,7 +215,11 @@ def _config_json(
     outer = inner = dict(opened.mapping)
     if nesting.table:
         inner = outer[TEXT] = dict(outer[TEXT])
-    for key in theirs.keys() - ours.keys() | (set(_OLDER_ROPE) if "rope_parameters" in changed else set()):
+    gone = theirs.keys() - ours.keys()
+    if "rope_parameters" in changed:  # replaces them wherever the folder has them
+        changed |= {key: ours[key] for key in OLDER_ROPE if key in ours}
+        gone |= {"original_max_position_embeddings"}
+    for key in gone:
         inner.pop(key, None)
     inner |= changed
     if quantization is not opened.mapping:

@@ -1,5 +1,6 @@
 """What a Hugging Face folder says of its model, without its tensors."""
 
+import json
 from collections.abc import Container, Mapping
 from pathlib import Path
 
@@ -42,6 +43,20 @@ def find_tokenizer(folder: str | Path) -> Path | None:
     """Return the path of a folder's tokenizer.json; None without one."""
     path = Path(folder).expanduser() / "tokenizer.json"
     return path if path.exists() else None
+
+
+def tokenizer_config(beside: Path | None) -> bytes:
+    """Return a tokenizer_config.json: that `beside` a tokenizer.json, None for nothing, with a class that readers have.
+
+    Without a class transformers takes that of the model type, which may make other ids of the same tokenizer.json.
+    `TokenizersBackend` is the name of `PreTrainedTokenizerFast` that only transformers 5 knows.
+
+    Raises `UserError` for a damaged file.
+    """
+    found = {} if beside is None else read_json(beside)
+    if found.get("tokenizer_class") in (None, "TokenizersBackend"):
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def text_settings(

@@ -44,7 +44,7 @@ def save_pretrained(
     max_shard_size: int | str | None = None,
     format: Literal["fp8", "mxfp4"] | None = None,
 ) -> Carried:
-    """Write a folder that transformers loads: config.json and safetensors.
+    """Write a folder that transformers 4.57 and 5 load: config.json and safetensors.
 
     The arrays of the model may lie on any mesh. With several processes all of them call this, for a folder on a disk
     that they share: each writes its own files, and one tensor at a time is in the memory of each. Weights of few bits
@@ -168,6 +168,7 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None, te
     if leaves.format is not None:
         config[CONFIG] = write_quantization(leaves.format, leaves.few.values(), modules_in_numbers(parts, leaves.few))
     config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
+    config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if text_ends:

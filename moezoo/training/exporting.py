@@ -22,12 +22,13 @@ from moezoo.config.compose import check_same, folder_path, from_saved, read_orig
 from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find, run_folder
 from moezoo.config.settings import TrainConfig
+from moezoo.data.chat_template import CONFIG as TOKENIZER_CONFIG
 from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.adapters import read_adapter
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import CONFIG, format_argument
-from moezoo.hub.folders import end_of_text, find_tokenizer
+from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
 from moezoo.hub.merging import MergedValues
 from moezoo.hub.opening import describe_download, find_model, open_folder
@@ -252,8 +253,11 @@ def plan_export(
     if base is None:
         plan = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends)
         if origin.tokenizer is not None and origin.tokenizer.is_file():
-            copies = {"tokenizer.json": origin.tokenizer, **origin.chat_files}
-            plan = plan._replace(copies={name: file for name, file in copies.items() if file.is_file()})
+            beside = {TOKENIZER_CONFIG: origin.tokenizer.parent / TOKENIZER_CONFIG}
+            copies = {"tokenizer.json": origin.tokenizer, **beside, **origin.chat_files}
+            copies = {name: file for name, file in copies.items() if file.is_file()}
+            texts = {**plan.texts, TOKENIZER_CONFIG: tokenizer_config(copies.pop(TOKENIZER_CONFIG, None))}
+            plan = plan._replace(copies=copies, texts=texts)
         return Export(origin, new, plan, None)
     copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
     return Export(origin, new, copying.plan, (base, copying))

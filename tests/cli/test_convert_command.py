@@ -179,7 +179,8 @@ def test_like_another_folder(run, folder, tmp_path, console):
     # Of another folder the keys that change are listed.
     shutil.copytree(folder, tmp_path / "base")
     keys = json.loads((folder / "config.json").read_text())
-    other = {"rms_norm_eps": 0.5, "rope_parameters": keys["rope_parameters"] | {"rope_theta": 7.0}}
+    rope = {"rope_theta": 7.0, "rope_parameters": keys["rope_parameters"] | {"rope_theta": 7.0}}
+    other = {"rms_norm_eps": 0.5, **rope}
     (tmp_path / "base" / "config.json").write_text(json.dumps(keys | other | {"eos_token_id": 1}))
     code, out, _ = console("convert", str(run), "changed", "like=base")
     assert (code, [line for line in out.splitlines() if line.startswith("config.json")]) == (
@@ -187,6 +188,7 @@ def test_like_another_folder(run, folder, tmp_path, console):
         [
             "config.json rms_norm_eps=1e-06 (0.5 there)",
             "config.json rope_parameters.rope_theta=10000.0 (7.0 there)",
+            "config.json rope_theta=10000.0 (7.0 there)",
         ],
     )
     config = moezoo.load_run(run)[0].config
@@ -209,6 +211,19 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     _, out, _ = console("convert", "run", "new")
     assert f"tokenizer   {tmp_path}/words.json\ntexts       no token is known to end them\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
+    common = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text()) == common
+    # What stands beside the tokenizer, with a class that transformers 4 has too.
+    for number, (beside, expected) in enumerate(
+        (
+            ({"eos_token": "é"}, {"eos_token": "é"} | common),
+            ({"tokenizer_class": "TokenizersBackend"}, common),
+            ({"tokenizer_class": "LlamaTokenizer"}, {"tokenizer_class": "LlamaTokenizer"}),
+        )
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
+        assert console("convert", "run", f"class_{number}")[0] == 0
+        assert json.loads((tmp_path / f"class_{number}" / "tokenizer_config.json").read_text()) == expected
     # A run on chats also leaves its template.
     tokens = ("tokenizer_config.json", "special_tokens_map.json")
     for name, text in ((tokens[0], "{}"), (tokens[1], "{}"), ("chat_template.jinja", "beside"), ("own.jinja", "own")):
@@ -218,7 +233,8 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
         (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | chats))
         assert console("convert", "run", expected)[0] == 0
         assert (tmp_path / expected / "chat_template.jinja").read_text() == expected
-        assert {(tmp_path / expected / name).read_text() for name in tokens} == {"{}"}
+        assert (tmp_path / expected / tokens[1]).read_text() == "{}"
+        assert json.loads((tmp_path / expected / "tokenizer_config.json").read_text()) == common
     # The tokens that end texts: of the data, of the template, and of all sources of a mixture.
     save_tokenizer(tmp_path / "words.json", ("<a>", "<b>", "<c>"))
     first = json.loads((tmp_path / "words.json").read_text())["added_tokens"][0]["id"]

@@ -80,7 +80,7 @@ def test_changed_settings_are_written_inside(tmp_path):
     with pytest.warns(UserWarning, match="less precise"):
         moezoo.save_pretrained(model, tmp_path / "new", like=tmp_path / "nested")
     found, wanted = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("new", "nested"))
-    inner = wanted["text_config"] | {"dtype": "bfloat16"}
+    inner = wanted["text_config"] | {"dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 50.0}
     inner["rope_parameters"]["rope_theta"] = 50.0
     assert found == wanted | {"text_config": inner, "dtype": "bfloat16"}
 

@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gpt_oss, of
 
 import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
+from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.yarn import Yarn
 
@@ -42,10 +43,13 @@ def test_reading_is_bit_equal(save, peer, name, tmp_path):
 
 
 def assert_equal_logits(save, config, edit, folder):
-    """Assert that both libraries compute the same logits after `edit` has changed config.json."""
+    """Assert that both libraries compute the same logits after `edit` has changed config.json.
+
+    Rotary settings are in `rope_parameters` alone before it.
+    """
     shutil.copytree(save(config).folder, folder)
     file = folder / "config.json"
-    mapping = json.loads(file.read_text())
+    mapping = {key: value for key, value in json.loads(file.read_text()).items() if key not in OLDER_ROPE}
     edit(mapping)
     file.write_text(json.dumps(mapping))
     with torch.no_grad():
@@ -74,7 +78,7 @@ SPELLINGS = {
         "mixtral",
         lambda c: c.update(rope_parameters={"rope_type": "default"}, rope_theta=50.0),
     ),
-    "older key first": ("v3", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"factor": 8.0})),
+    "older key": ("v3", lambda c: c.update(rope_scaling=c.pop("rope_parameters"))),
     "length outside rope_parameters": ("v3", lambda c: c.update(original_max_position_embeddings=16)),
     "betas swapped": ("v3", lambda c: c["rope_parameters"].update(beta_fast=0.5, beta_slow=4.0)),
     "v3 without scale": ("v3", lambda c: c.pop("routed_scaling_factor")),
@@ -89,13 +93,19 @@ SPELLINGS = {
         lambda c: (c.update(rope_theta=50.0, partial_rotary_factor=0.25), c.pop("rope_parameters")),
     ),
     "glm half": ("glm plain", lambda c: c["rope_parameters"].pop("partial_rotary_factor")),
-    "glm older key": ("glm", lambda c: c.update(rope_scaling=c["rope_parameters"] | {"partial_rotary_factor": 0.25})),
+    "glm older key": (
+        "glm",
+        lambda c: c.update(rope_scaling=c.pop("rope_parameters") | {"partial_rotary_factor": 0.25}),
+    ),
     "minimax dimensions": (
         "minimax",
         lambda c: (c.update(rope_theta=50.0, rotary_dim=6), c.pop("rope_parameters")),
     ),
     "minimax whole": ("minimax", lambda c: (c.pop("rotary_dim"), c["rope_parameters"].pop("partial_rotary_factor"))),
-    "minimax share over dimensions": ("minimax", lambda c: (c.pop("rotary_dim"), c.update(partial_rotary_factor=0.25))),
+    "minimax share at the top": (
+        "minimax",
+        lambda c: (c.update(rope_theta=50.0, partial_rotary_factor=0.25), drop("rope_parameters", "rotary_dim")(c)),
+    ),
     "ernie end": ("ernie", lambda c: c.update(moe_layer_end_index=-1)),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
@@ -133,6 +143,7 @@ def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
     """Without keys of the router, of the layers and of lengths."""
     full = DeepSeek.hub.write(deepseek_v3(layers=4, experts=16))
     missing = ("n_group", "topk_group", "routed_scaling_factor", "max_position_embeddings", "first_k_dense_replace")
+    missing += ("scoring_func", "topk_method", *OLDER_ROPE)
     plain = {key: value for key, value in full.items() if key not in missing}
     for model_type in sorted(set(DeepSeek.hub.types) - {"deepseek_v2", "kimi_k2"}):
         keys = plain | {"model_type": model_type}

@@ -23,6 +23,7 @@ from moezoo.hub.folders import hub_model_config
 from moezoo.hub.tensors import tensors
 from moezoo.models import FAMILIES, DeepSeek, family_of
 from moezoo.models.blueprint import Blueprint
+from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
 
@@ -40,8 +41,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
 
 
 def written(name):
-    """Return the config.json of a tiny model."""
-    return family_of(CONFIGS[name]).hub.write(CONFIGS[name])
+    """Return the config.json of a tiny model, with rotary settings in one place, which tests change."""
+    keys = family_of(CONFIGS[name]).hub.write(CONFIGS[name])
+    return {key: value for key, value in keys.items() if key not in OLDER_ROPE}
 
 
 @pytest.fixture
@@ -296,6 +298,12 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mixtral", {"head_dim": 0}, ("head_dim=0", "at least 1")),
     ("mixtral", {"head_dim": 7}, ("head_dim=7", "even")),
     ("mixtral", {"num_attention_heads": 3}, ("num_attention_heads=3", "num_key_value_heads=2", "multiple of 2")),
+    ("mixtral", {"rope_theta": 7.0}, ("rope_theta=7.0 and rope_parameters.rope_theta=100.0 are one setting", "delete")),
+    (
+        "qwen3",
+        {"rope_scaling": YARN | {"factor": 8.0}, "rope_parameters": YARN},
+        ("rope_scaling.factor=8.0 and rope_parameters.factor=4.0 are one setting", "delete"),
+    ),
     ("mixtral", {"num_experts": 9}, ("num_local_experts=8 and num_experts=9 are one setting", "delete")),
     ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise=0.1", "only 0")),
     ("mixtral", {"attention_bias": True}, ("attention_bias=true", "only false")),
@@ -401,7 +409,11 @@ VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("v3", {"rope_parameters": YARN | {"factor": 0}}, ("factor=0.0", "at least 1")),
     ("v3", {"rope_parameters": YARN | {"truncate": None}}, ("rope_parameters.truncate=null: expected true or false",)),
     ("v3", {"rope_parameters": YARN | {"long_factor": [1]}}, ("rope_parameters.long_factor=[1]", "does not know")),
-    ("v3", {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, ("rope_scaling.partial_rotary_factor=0.5",)),
+    (
+        "v3",
+        {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}, "rope_parameters": None},
+        ("rope_scaling.partial_rotary_factor=0.5",),
+    ),
 ]
 
 
@@ -490,6 +502,15 @@ def test_older_keys_of_rotary_positions_mean_the_same():
         if (kind := rope.pop("rope_type")) != "default":
             older["rope_scaling"] = {"type": kind, **rope}
         assert config_of(keys | older) == config
+
+
+def test_older_keys_of_rotary_positions_are_written_too():
+    """They alone are as much, so that transformers 4 finds everything."""
+    longer = {name: dataclasses.replace(CONFIGS[name], yarn=TINY_YARN) for name in ("glm", "qwen3", "v2", "v3")}
+    for config in [*CONFIGS.values(), *longer.values()]:
+        keys = family_of(config).hub.write(config)
+        assert keys.pop("rope_parameters").keys() - {"rope_type"} <= keys.keys() | (keys["rope_scaling"] or {}).keys()
+        assert config_of(keys) == config
 
 
 # (bytes of config.json, parts of the message after the path).

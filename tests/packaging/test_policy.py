@@ -35,6 +35,15 @@ def test_ci_runs_every_test_that_the_suite_leaves_to_a_newer_python():
     assert {f"tests/{path.parent.name}" for path in marked} <= set(run.split())
 
 
+def test_folders_are_read_with_one_older_transformers():
+    pins = [
+        re.findall(r"transformers==([\d.]+\d)", (ROOT / path).read_text())
+        for path in (".ci/run", "CONTRIBUTING.md", "tests/hub/test_readers.py")
+    ]
+    assert all(pins)
+    assert len(set().union(*pins)) == 1
+
+
 def test_the_citation_has_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["title"], str(citation["version"])) == (PROJECT["name"], PROJECT["version"])
