@@ -1,7 +1,7 @@
 """What a Hugging Face folder says of its model, without its tensors."""
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from moezoo.data.file_settings import FileSettings
@@ -12,6 +12,7 @@ from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
+from moezoo.hub.writing import GENERATION, Plan
 from moezoo.models import ModelConfig
 from moezoo.typed import convert, show
 
@@ -28,7 +29,7 @@ def hub_model_config(folder: str | Path, upcycle: Upcycle = NOT_UPCYCLED) -> Mod
 
 def end_of_text(folder: str | Path) -> list[int]:
     """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
-    for name in ("generation_config.json", "config.json"):
+    for name in (GENERATION, "config.json"):
         path = Path(folder).expanduser() / name
         mapping = read_json(path) if path.exists() else {}
         inner = mapping.get(TEXT)
@@ -37,6 +38,21 @@ def end_of_text(folder: str | Path) -> list[int]:
                 tokens = found if isinstance(found, list) else [found]
                 return [convert(int, token, f"{show(str(path))}: eos_token_id") for token in tokens]
     return []
+
+
+def with_ends(plan: Plan, like: Path, ends: Sequence[int]) -> Plan:
+    """Return a plan that copies the folder `like`, with `ends` among the tokens that end a text; other keys stay.
+
+    They stand in generation_config.json, which readers take first. Raises `UserError` for a damaged file.
+    """
+    known = end_of_text(like)
+    if not (new := [token for token in ends if token not in known]):
+        return plan
+    file = plan.copies.get(GENERATION)
+    table = {**({} if file is None else read_json(file)), "eos_token_id": [*known, *new]}
+    copies = {name: path for name, path in plan.copies.items() if name != GENERATION}
+    texts = {GENERATION: (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode(), **plan.texts}
+    return plan._replace(copies=copies, texts=texts)
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:

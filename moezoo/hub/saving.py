@@ -24,7 +24,7 @@ from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE, common_dtype
-from moezoo.hub.writing import METADATA, File, Piece, Plan, make_header, sort_pieces, write_folder
+from moezoo.hub.writing import GENERATION, METADATA, File, Piece, Plan, make_header, sort_pieces, write_folder
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -173,6 +173,7 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None, te
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if text_ends:
         config["eos_token_id"] = text_ends[0] if len(text_ends) == 1 else list(text_ends)
+        texts[GENERATION] = {"eos_token_id": config["eos_token_id"]}
     texts["config.json"] = config
     return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
 

@@ -74,6 +74,9 @@ class File(NamedTuple):
         return sum(piece.size for piece in self.pieces)
 
 
+GENERATION = "generation_config.json"
+
+
 class Plan(NamedTuple):
     """All files of a folder: those of weights, copies by their names, and texts by their names, config.json last."""
 

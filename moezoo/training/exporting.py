@@ -28,7 +28,7 @@ from moezoo.errors import UserError
 from moezoo.hub.adapters import read_adapter
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import CONFIG, format_argument
-from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config
+from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config, with_ends
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
 from moezoo.hub.merging import MergedValues
 from moezoo.hub.opening import describe_download, find_model, open_folder
@@ -260,6 +260,7 @@ def plan_export(
             plan = plan._replace(copies=copies, texts=texts)
         return Export(origin, new, plan, None)
     copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
+    copying = copying._replace(plan=with_ends(copying.plan, base, origin.text_ends))
     return Export(origin, new, copying.plan, (base, copying))
 
 

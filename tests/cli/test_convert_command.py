@@ -240,16 +240,25 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     first = json.loads((tmp_path / "words.json").read_text())["added_tokens"][0]["id"]
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<c>"}')
     text, chat = data | {"end_token": "<b>"}, data | {"name": "chat", "template": None}
-    both = {"name": "mixture", "sources": {"one": text, "two": chat}}
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}<a>{% endfor %}")
+    both, answers = {"name": "mixture", "sources": {"one": text, "two": chat}}, chat | {"template": "own.jinja"}
     for name, each, ends in (
         ("text", text, first + 1),
         ("chat", chat, first + 2),
         ("two", both, [first + 1, first + 2]),
+        ("answers", answers, [first, first + 2]),
     ):
         (tmp_path / "run" / "config.yaml").write_text(to_yaml(mapping | {"data": each}))
         code, out, _ = console("convert", "run", f"ends_{name}")
         assert f"texts       end with token {str(ends).strip('[]').replace(', ', ' or ')}\n" in out
         assert json.loads((tmp_path / f"ends_{name}" / "config.json").read_text())["eos_token_id"] == ends
+        assert json.loads((tmp_path / f"ends_{name}" / "generation_config.json").read_text()) == {"eos_token_id": ends}
+    # A copy of a folder gains the tokens of answers, and keeps all else that it says of generation.
+    kept = {"temperature": 0.5, "eos_token_id": first + 2}
+    (tmp_path / "ends_text" / "generation_config.json").write_text(json.dumps(kept))
+    assert console("convert", "run", "like", "like=ends_text")[0] == 0
+    found = json.loads((tmp_path / "like" / "generation_config.json").read_text())
+    assert found == kept | {"eos_token_id": [first + 2, first]}
     (tmp_path / "words.json").unlink()
     code, out, _ = console("convert", "run", "without")
     assert code == 0
