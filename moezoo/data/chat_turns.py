@@ -107,11 +107,31 @@ class Turns:
             if number in places and (number + 1 == len(messages) or number + 1 in places):
                 pattern = self._pattern(json.dumps(_window(messages, number)), frame)
                 turn = _fit(pattern, number, places, text)
-            found.append(turn or _find_turn(messages, number, text, render))
+            turn = turn or _find_turn(messages, number, text, render)
+            if turn.end == len(text):
+                turn = turn._replace(end=len(text.removesuffix(self._always)))
+            found.append(turn)
         return found
 
+    @functools.cached_property
+    def _always(self) -> str:
+        """The beginning of an answer, of a template that writes it behind every chat, also where none is asked for."""
+        user, answer = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+        try:
+            asked, *ended = (self._render(Chat(c, None, {}), prompt=p) for c, p in (([user], True), ([user], False)))
+            ended.append(self._render(Chat([user, answer], None, {}), prompt=False))
+        except UserError:
+            return ""
+        behind = shared([text[::-1] for text in (asked, *ended)])[::-1]
+        # Its first tag ends both turns.
+        return behind[found.end() :] if (found := re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)) else ""
+
     def _render_messages(self, chat: Chat) -> Render:
-        return lambda messages, prompt: self._render(chat._replace(messages=list(messages)), prompt=prompt)
+        def render(messages: Sequence[Message], prompt: bool) -> str:
+            text = self._render(chat._replace(messages=list(messages)), prompt=prompt)
+            return text if prompt else text.removesuffix(self._always)
+
+        return render
 
     def _find_pattern(self, window: str, frame: str) -> "_Pattern | None":
         (number, chat), (tools, variables) = json.loads(window), json.loads(frame)
@@ -168,7 +188,7 @@ def _find_places(messages: Sequence[Message], text: str, render: Render) -> dict
         marked = render([_mark(message, number) for number, message in enumerate(messages)], False)
     except UserError:
         return {}
-    if _MARKS.sub("", marked) != text:
+    if not text.startswith(_MARKS.sub("", marked)):
         return {}
     places: dict[int, _Place] = {}
     for before, mark in enumerate(_MARKS.finditer(marked)):

@@ -381,6 +381,11 @@ HEADERS = {
         "<user> a</e><assistant> ⟦b</e>⟧<user> c</e><assistant> ⟦d</e>⟧",
         "<user> x</e><assistant>\\n",
     ),
+    "a prompt behind every chat": (
+        TURNS + "{{ m.content }}</e>{% endfor %}<assistant>",
+        "<user>a</e><assistant>⟦b</e>⟧<user>c</e><assistant>⟦d</e>⟧<assistant>",
+        None,
+    ),
     "the next role's token ends a turn": (
         TURNS + "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
         "<user>a<assistant>⟦b<user>⟧c<assistant>⟦d<user>⟧",
@@ -411,7 +416,7 @@ def test_a_prompt_that_finished_turns_do_not_have(tags, kind):
         assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == expected
         for answer in ("[T]", "\n", "<", " "):
             chat = read_chat({"prompt": "a", "completion": f"{answer}d"})
-            last = expected.rsplit("⟦", 1)[1].replace("d", f"{answer}d")
+            last = expected.rsplit("⟦", 1)[1].replace("d", f"{answer}d", 1)
             assert table(chats.encode(chat, "assistant")).endswith("⟦" + last)
         (end,) = chats.ends()
         assert tags.token_text(end) == ("<user>" if "next role" in kind else "</e>")
@@ -500,6 +505,20 @@ def test_messages_that_a_record_excludes(formats, style):
         formats[style].encode(read_chat({"messages": messages}), "all")
     )
     assert formats[style].notes() == ["key mood in 11 messages has no effect: T does not read it"]
+
+
+def test_a_special_token_that_prints_nothing_is_named():
+    """Where the template asks whether there is one, it is not."""
+    turns = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for text, line in (
+        (
+            "{{ bos_token }}",
+            "T prints nothing for bos_token: no tokenizer_config.json or special_tokens_map.json beside",
+        ),
+        ("{% if bos_token is defined %}{{ bos_token }}{% endif %}{{ eos_token | default('') }}", None),
+    ):
+        with ChatFormat(template(text + turns), Bytes(), DATE) as chats:
+            assert [note[:88] for note in chats.notes()] == ([line[:88]] if line else [])
 
 
 def test_a_comment_about_blocks_is_none():
