@@ -256,7 +256,7 @@ def plan_export(
             beside = {TOKENIZER_CONFIG: origin.tokenizer.parent / TOKENIZER_CONFIG}
             copies = {"tokenizer.json": origin.tokenizer, **beside, **origin.chat_files}
             copies = {name: file for name, file in copies.items() if file.is_file()}
-            texts = {**plan.texts, TOKENIZER_CONFIG: tokenizer_config(copies.pop(TOKENIZER_CONFIG, None))}
+            texts = {TOKENIZER_CONFIG: tokenizer_config(copies.pop(TOKENIZER_CONFIG, None)), **plan.texts}
             plan = plan._replace(copies=copies, texts=texts)
         return Export(origin, new, plan, None)
     copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
