@@ -29,7 +29,6 @@ from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
 from moezoo.typed import Range, convert
 
-
 _PAUSE = 0.05  # seconds between two items of a stream, where tokens take less
 
 
