@@ -47,8 +47,10 @@ def _message(role: str, text: str) -> dict[str, str]:
 
 def _join(chat: Chat, more: Chat) -> Chat:
     """Return a chat with the messages of another behind its own."""
-    some, others = (each.messages if each.text_calls is None else each.text_calls for each in (chat, more))
-    return chat._replace(messages=[*chat.messages, *more.messages], text_calls=[*some, *others])
+    parts = chat, more
+    calls = [message for each in parts for message in each.text_calls or each.messages]
+    has_calls = any(each.text_calls for each in parts)
+    return chat._replace(messages=[*chat.messages, *more.messages], text_calls=calls if has_calls else None)
 
 
 def _read_history(history: str, field: str) -> Chat:
