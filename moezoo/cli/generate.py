@@ -61,7 +61,7 @@ class Request(ModelKeys):
     def __post_init__(self):
         super().__post_init__()
         for name in ("chat", "system", "history", "template"):
-            if self.prompt and getattr(self, name) is not None and getattr(self, name) != ():
+            if self.prompt and getattr(self, name) not in (None, ()):
                 raise UserError(f"prompt= continues a text, and {name}= is for a chat; leave one of them out")
 
 
@@ -77,7 +77,7 @@ def configure(*arguments: str) -> Any:
     return configure_model(*take(Request, arguments))
 
 
-class Writer:
+class Generator:
     """Continues texts, or answers chats, with the model and the settings of a command."""
 
     def __init__(self, request: Request, changes: Sequence[str], cfg: Any):
@@ -173,12 +173,12 @@ def continuations(arguments: Sequence[str]) -> list[str]:
 
     Raises `UserError` for mistakes in the arguments.
     """
-    writer, texts = _open(arguments)
-    return writer.write(texts)
+    generator, texts = prepare(arguments)
+    return generator.write(texts)
 
 
-def _open(arguments: Sequence[str]) -> tuple[Writer, list[list[int]]]:
-    """Return what writes, and the tokens of every prompt, or of every chat up to the beginning of its answer."""
+def prepare(arguments: Sequence[str]) -> tuple[Generator, list[list[int]]]:
+    """Return what generates, and the tokens of every prompt, or of every chat up to the beginning of its answer."""
     request, changes = take(Request, arguments)
     if not (request.prompt or request.chat or request.history):
         raise UserError(
@@ -188,11 +188,11 @@ def _open(arguments: Sequence[str]) -> tuple[Writer, list[list[int]]]:
     prompts = [_read_text("prompt", prompt) for prompt in request.prompt]
     cfg = configure(*arguments)
     texts = [] if prompts else _ask(request, cfg)
-    writer = Writer(request, changes, cfg)
-    texts = texts or [writer.loaded.tokenizer.encode(prompt) for prompt in prompts]
+    generator = Generator(request, changes, cfg)
+    texts = texts or [generator.loaded.tokenizer.encode(prompt) for prompt in prompts]
     if empty := [prompt for prompt, text in zip(request.prompt, texts, strict=False) if not text]:
         raise UserError(f"prompt={show(empty[0])}: the tokenizer makes no token of it; write another text")
-    return writer, texts
+    return generator, texts
 
 
 def _ask(request: Request, cfg: Any) -> list[list[int]]:
@@ -221,8 +221,8 @@ def _talk(arguments: Sequence[str]) -> None:
     cfg = configure(*arguments)
     with _chat_format(request, cfg) as chats:
         begin = _begin_chat(request, cfg, chats)
-        writer = Writer(request, changes, cfg)
-        converse(begin, lambda chat: writer.stream(tokens_of(chat, chats)))
+        generator = Generator(request, changes, cfg)
+        converse(begin, lambda chat: generator.stream(tokens_of(chat, chats)))
 
 
 def _begin_chat(request: Request, cfg: Any, chats: Any) -> Any:
@@ -293,11 +293,11 @@ def main(arguments: Sequence[str]) -> None:
     request, _ = take(Request, arguments)
     if not (request.prompt or request.chat) and all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout)):
         return _talk(arguments)
-    writer, texts = _open(arguments)
+    generator, texts = prepare(arguments)
     if len(texts) == 1:
-        print_pieces(writer.stream(texts[0]))
+        print_pieces(generator.stream(texts[0]))
         return
-    for number, text in enumerate(writer.write(texts), 1):
+    for number, text in enumerate(generator.write(texts), 1):
         print(f"{'' if number == 1 else chr(10)}[{number} of {len(texts)}]\n{text}")
 
 

@@ -54,7 +54,7 @@ def split(kind: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _has_names(kind: Any) -> bool:
     """Return whether a field of this type is given as FIELD.NAME=VALUE: a mapping, or None."""
-    return Mapping in map(typing.get_origin, (kind, *typing.get_args(kind)))
+    return any(typing.get_origin(each) is Mapping for each in (kind, *typing.get_args(kind)))
 
 
 def take(kind: type[_T], arguments: Sequence[str]) -> Taken:

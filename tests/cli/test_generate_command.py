@@ -194,8 +194,8 @@ def test_one_text_is_printed_while_it_is_written(chats, monkeypatch, capsys):
     for asked in (["chat=w3 w1"], ["prompt=w3 w1"]):
         arguments = [f"folder={chats}", *asked, "max_new_tokens=9", "temperature=1.5", "seed=3"]
         (whole,) = continuations(arguments)
-        writer, (text,) = generate_command._open(arguments)
-        parts = [*writer.stream(text)]
+        generator, (text,) = generate_command.prepare(arguments)
+        parts = [*generator.stream(text)]
         assert "".join(parts) == whole
         assert len([part for part in parts if part]) >= 9
         end = whole.split()[-3]
@@ -224,7 +224,8 @@ class Terminal:
         """Return the exit code, the lines of errors, and whether the terminal is as before; it is closed."""
         errors = self.process.communicate()[1]
         as_before = termios.tcgetattr(self.theirs) == self.before
-        os.close(self.ours), os.close(self.theirs)
+        for end in (self.ours, self.theirs):
+            os.close(end)
         return self.process.returncode, errors.splitlines()[1:], as_before
 
 

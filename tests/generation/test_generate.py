@@ -233,8 +233,8 @@ def test_a_stream_has_the_tokens_as_they_come(mesh, monkeypatch):
     """One column at a time where a token takes long, several where it does not, none once all rows have ended."""
     execution = None if mesh is None else make_execution(mesh, "gather")
     stops = find_stops(naive("window")[0][:, IDS.shape[1] :])
-    for settings in ({"temperature": 1.5, "key": jax.random.key(3)}, {"eos_token_id": stops}):
-        settings |= {"mask": MASK, "max_new_tokens": NEW, "execution": execution}
+    same: dict[str, Any] = {"mask": MASK, "max_new_tokens": NEW, "execution": execution}
+    for settings in ({**same, "temperature": 1.5, "key": jax.random.key(3)}, {**same, "eos_token_id": stops}):
         whole = moezoo.generate(model("window"), IDS, **settings)[:, IDS.shape[1] :]
         for pause in (0.0, 1e3):
             monkeypatch.setattr(generation, "_PAUSE", pause)
