@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -210,15 +211,20 @@ class Terminal:
 
     def __init__(self, *arguments):
         self.ours, self.theirs = pty.openpty()
-        self.before, self.shown = termios.tcgetattr(self.theirs), ""
+        self.before = termios.tcgetattr(self.theirs)
         command = [sys.executable, "-m", "moezoo", "generate", *arguments]
         ends = {"stdin": self.theirs, "stdout": self.theirs, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env={**os.environ, "TERM": "dumb"}, **ends)
 
-    def read_until(self, end):
-        """Read what is shown, until it ends so."""
-        while not self.shown.endswith(end):
-            self.shown += os.read(self.ours, 1000).decode().replace("\r\n", "\n")
+    def read(self):
+        """Return what is shown up to the next mark of a message to type."""
+        shown = ""
+        while not shown.endswith("> "):
+            if select.select([self.ours], [], [], 1)[0]:
+                shown += os.read(self.ours, 1000).decode().replace("\r\n", "\n")
+            else:
+                assert self.process.poll() is None, self.process.communicate()
+        return shown
 
     def ends(self):
         """Return the exit code, the lines of errors, and whether the terminal is as before; it is closed."""
@@ -237,19 +243,17 @@ def test_a_conversation(chats, tmp_path):
     said = "w20 w1 w21 w5 w22 w6 w21 w7"
     answers = [written(chats, f"{said} <a>")]
     answers.append(written(chats, f"{said} w22 {answers[0]} w21 w3 <a>"))
-    talk.read_until("> ")
-    assert talk.shown == f"{answers[0]}\n> "
+    assert talk.read() == f"{answers[0]}\n> "
     # A private character is refused, and its message left out.
     for line, shown in (("", ""), ("\U0010ffff", ""), ("w3", f"{answers[1]}\n")):
-        talk.shown = ""
         os.write(talk.ours, f"{line}\n".encode())
-        talk.read_until(f"\n{shown}> ")
+        assert talk.read().endswith(f"\n{shown}> ")
     os.write(talk.ours, b"\x04")
     code, (error,), as_before = talk.ends()
     assert (code, as_before) == (0, True)
     assert error.startswith("error: a text has the private character U+10FFFF")
     assert error.endswith("; this message is left out")
-    other.read_until("> ")
+    other.read()
     other.process.send_signal(signal.SIGINT)
     assert other.ends() == (130, ["stopped by SIGINT"], True)
 
