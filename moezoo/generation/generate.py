@@ -29,7 +29,7 @@ from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
 from moezoo.typed import Range, convert
 
-_PAUSE = 0.05  # seconds between two items of a stream, where tokens take less
+_PAUSE = 0.1  # seconds between two items of a stream, where tokens take less
 
 
 class Advanced(NamedTuple):
@@ -146,7 +146,7 @@ def stream(
 ) -> Iterator[Int[np.ndarray, "batch some"]]:
     """Return an iterator over the tokens that `generate` adds, int32 [batch, some], which has them as they come.
 
-    Each item has the columns that were written in a twentieth of a second, or one that took longer. All items together
+    Each item has the columns that were written in a tenth of a second, or one that took longer. All items together
     are what `generate`, which has the same arguments and programs, adds to the prompts. The prompts are read, and both
     programs are compiled, before this returns.
 
