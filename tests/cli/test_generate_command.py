@@ -221,7 +221,7 @@ class Terminal:
         shown = ""
         while not shown.endswith("> "):
             if select.select([self.ours], [], [], 1)[0]:
-                shown += os.read(self.ours, 1000).decode().replace("\r\n", "\n")
+                shown += os.read(self.ours, 1000).decode(errors="replace").replace("\r\n", "\n")
             else:
                 assert self.process.poll() is None, self.process.communicate()
         return shown
