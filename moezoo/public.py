@@ -9,7 +9,7 @@ from moezoo.config.build import build_execution as execution
 from moezoo.config.compose import compose
 from moezoo.data.tokenizer import folder_tokenizer as tokenizer
 from moezoo.errors import UserError
-from moezoo.generation.generate import generate
+from moezoo.generation.generate import generate, stream
 from moezoo.hub.adapters import load_adapter, save_adapter
 from moezoo.hub.loading import from_pretrained
 from moezoo.hub.saving import save_pretrained
@@ -53,6 +53,7 @@ __all__ = [
     "save_adapter",
     "save_pretrained",
     "saved_config",
+    "stream",
     "tokenizer",
     "train",
 ]

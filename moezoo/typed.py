@@ -95,7 +95,7 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     Args:
         kind: The type: int, float (whole numbers too), bool, str, a `Literal` or `Name`, `tuple[X, ...]` (for these two
             one name alone too), `Mapping[str, X]`, or a dataclass of these; or a union with classes such as None's,
-            whose instances are taken as they are.
+            whose instances are taken as they are. Any takes every value.
         value: A plain value. What it omits of a dataclass takes the default of the field. Numbers of NumPy count as
             numbers, paths as text, and tuples as lists; a bool is never a number, and a float never a whole number.
         key: The dotted key of `value`; empty at the top.
@@ -107,6 +107,8 @@ def convert(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, va
     """
     if checks.tag(key) or dataclasses.is_dataclass(kind):
         return _dataclass(kind, value, key, checks)
+    if kind is Any:
+        return value
     inner, classes = _apart(kind)
     origin, arguments, choices = typing.get_origin(inner), typing.get_args(inner), _choices(inner)
     if isinstance(value, classes):

@@ -123,6 +123,7 @@ CALLS = {
     "model(ids, positions=16 * ids)": "positions contains 16, expected 0 to 15 (model.max_length=16)",
     'model(ids, execution="ep8")': "execution is a str, expected an Execution",
     'generate(model, "text", max_new_tokens=2)': "ids are <U4[]|tokenizer",
+    "stream(model, ids * 40, max_new_tokens=2)": "ids contains 40, expected 0 to 39 (model.vocab=40)",
     "generate(5, ids, max_new_tokens=2)": "model is an int, expected a LanguageModel",
     "drawn(max_new_tokens=2.5)": "max_new_tokens=2.5: expected a whole number",
     "drawn(temperature=nan)": "temperature=nan: expected a number",

@@ -5,9 +5,10 @@ import itertools
 import json
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from moezoo.config import overrides
 from moezoo.errors import UserError, nearest
 from moezoo.typed import Range, convert, ranges_of, show, types_of
 
@@ -31,25 +32,36 @@ def key(text: str, shown: str = "", *, default: Any = dataclasses.MISSING, valid
 
 def describe_keys(kind: type) -> list[tuple[str, str]]:
     """Return each option of the dataclass `kind` as KEY=VALUE, with its line of help."""
+    types = types_of(kind)
     return [
-        (f"{field.name}={field.metadata['shown'] or show(field.default)}", field.metadata["text"])
+        (
+            f"{field.name}{'.NAME' * _has_names(types[field.name])}={field.metadata['shown'] or show(field.default)}",
+            field.metadata["text"],
+        )
         for field in dataclasses.fields(typing.cast(Any, kind))
     ]
 
 
 def split(kind: type, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the arguments whose key is a field of the dataclass `kind` from the others."""
-    own, rest = [], []
+    """Separate the arguments whose key is of the dataclass `kind`, as in `take`, from the others."""
+    own, rest, types = [], [], types_of(kind)
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        (own if equals and name in types_of(kind) else rest).append(argument)
+        is_own = name in types or _has_names(types.get(name.partition(".")[0]))
+        (own if equals and is_own else rest).append(argument)
     return own, rest
+
+
+def _has_names(kind: Any) -> bool:
+    """Return whether a field of this type is given as FIELD.NAME=VALUE: a mapping, or None."""
+    return any(typing.get_origin(each) is Mapping for each in (kind, *typing.get_args(kind)))
 
 
 def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     """Make an instance of the dataclass `kind` from those of `arguments` whose key is one of its fields.
 
-    The value of a text is taken literally. A field of several values is given once for each, any other field once.
+    The value of a text is taken literally. A field of several values is given once for each, any other field once. Of a
+    mapping each name is given once, as FIELD.NAME=VALUE, and a value is what Hydra reads.
 
     Raises `UserError` where a required option is missing, and for a value of the wrong type or outside its range.
     """
@@ -57,7 +69,14 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     types, values = types_of(kind), {}
     for argument in own:
         name, _, text = argument.partition("=")
-        if typing.get_origin(types[name]) is tuple:
+        field, _, below = name.partition(".")
+        if _has_names(types[field]):
+            if not below.isidentifier():
+                raise UserError(f"{show(argument)}: expected {field}.NAME=VALUE")
+            if below in values.setdefault(field, {}):
+                raise UserError(f"{show(argument)}: {name} is given twice; leave one out")
+            values[field][below] = overrides.read_value(argument)
+        elif typing.get_origin(types[name]) is tuple:
             item = typing.get_args(types[name])[0]
             if item is str and not text:
                 raise UserError(f"{show(argument)}: expected text, found nothing; write {name}=TEXT")

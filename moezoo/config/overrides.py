@@ -103,6 +103,11 @@ def _listed(text: str, names: list[Any], known: Collection[str]) -> dict[str, di
     return found
 
 
+def read_value(text: str) -> Any:
+    """Return the value of one override, of any key. Raises `UserError` for what cannot be parsed."""
+    return _parse(text, {})[1]
+
+
 def list_values(text: str, most: int) -> tuple[str, dict[str, Any]] | None:
     """Return the key and the values of an override that lists several, each with its text; None for any other.
 

@@ -6,7 +6,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from moezoo.data.chat_template import Template, missing_tokens
 from moezoo.data.chat_turns import Turns, UnclearTurnError, shared
 from moezoo.data.guarded import Encoded, Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
-from moezoo.errors import UserError
+from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
 LossOn = Literal["assistant", "last", "each", "all"]
@@ -254,6 +254,15 @@ class ChatFormat:
             for shorter in [chat.until(n)]
         )
         return self._blocks(chat, text)[first:last]
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Raise `UserError` unless the template has every one of these words, which are its variables."""
+        words = {*re.findall(r"\w+", " ".join(self._template.texts.values()))}
+        for name in names:
+            if name not in words:
+                near = nearest(name, words)
+                advice = near if near.startswith("did") else "leave it out"
+                raise UserError(f"template.{name}: {self._template.shown} has no such variable; {advice}")
 
     def _blocks(self, chat: Chat, text: str) -> list["_Span"]:
         """Return the parts of a text that blocks `{% generation %}` have made."""

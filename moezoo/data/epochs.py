@@ -12,13 +12,17 @@ from jaxtyping import Int64, Integer
 from moezoo.data.base import naming
 from moezoo.data.draws import Draws
 from moezoo.data.order import reorder
-from moezoo.data.packing import Fitted, Packed, fit, pack
+from moezoo.data.packing import Fitted, Packed, count_kept, fit, pack
 from moezoo.data.rows import Batch, Rows
 from moezoo.data.source import Source, read_checked
 from moezoo.data.windows import Windows
 
 # More rows than a run can read. The length of grain's own endless repetition overflows in batches of one.
 ENDLESS = 2**62
+
+# A warning comes where more than `_MUCH` percent of the tokens to predict are lost. It names the next multiple of
+# `_STEP` that keeps `_ENOUGH` percent of them.
+_MUCH, _ENOUGH, _STEP = 10, 95, 128
 
 _Numbers = Integer[np.ndarray, "batch"]
 
@@ -48,6 +52,10 @@ class Epochs(abc.ABC):
 
     def describe(self) -> list[str]:
         """Return lines for the summary of a run; none where rows are windows."""
+        return []
+
+    def warnings(self) -> list[str]:
+        """Return a line where much of what the documents would teach is lost, with a length of rows that keeps it."""
         return []
 
 
@@ -126,6 +134,7 @@ class PackedEpochs(_OneSource):
 
     def __init__(self, source: Source, seq_len: int, seed: int):
         self.fitted: Fitted = fit(source.train, seq_len, source.too_long)
+        self._seq_len = seq_len
         shards = np.zeros(1, np.int64) if source.shards is None else source.shards
         inputs = self.fitted.inputs
         super().__init__(source, lambda epoch: pack(reorder(inputs, shards, seed=seed, epoch=epoch), seq_len))
@@ -145,6 +154,22 @@ class PackedEpochs(_OneSource):
         if self.fitted.without_label:
             lines.append(f"{self.fitted.without_label:,} documents without a {source.unit} to predict are left out")
         return lines
+
+    def warnings(self) -> list[str]:
+        source, longer = self._source, self.fitted.too_long
+        if source.too_long == "parts" or not longer:
+            return []
+        kept = count_kept(source.train, source.too_long)
+        whole = int(kept[-1])
+        lost = whole - int(kept[self._seq_len])
+        if 100 * lost <= _MUCH * whole:
+            return []
+        enough = int(np.searchsorted(kept, -(-_ENOUGH * whole // 100)))
+        part, chosen = f"{lost / whole:.0%} of the {source.unit}s to predict", -(-enough // _STEP) * _STEP
+        return [
+            f"{part} are lost, since {longer:,} of {source.train.documents:,} documents are longer than "
+            f"seq_len={self._seq_len}; seq_len={chosen} keeps {_ENOUGH}%"
+        ]
 
     def locate(self, numbers: _Numbers) -> _Places:
         # How many rows an epoch has is known when it is packed. Threads may add the same number at the same time.
@@ -170,6 +195,9 @@ class _Mixed(Epochs):
 
     def describe(self) -> list[str]:
         return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.describe()]
+
+    def warnings(self) -> list[str]:
+        return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.warnings()]
 
     def read(self, numbers: _Numbers) -> Batch:
         drawn = self._draws.locate(numbers)

@@ -97,6 +97,7 @@ class Mixture(DataSettings):
             encode=first.encode,
             decode=first.decode,
             token_bytes=first.token_bytes,
+            unsettled=first.unsettled,
             weighted=parts,
             ends=tuple(dict.fromkeys(end for part in parts.values() for end in part.source.ends)),
         )

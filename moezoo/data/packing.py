@@ -70,6 +70,22 @@ def fit(corpus: Corpus, seq_len: int, too_long: TooLong) -> Fitted:
     return Fitted(inputs, int(longer.sum()), empty)
 
 
+def count_kept(corpus: Corpus, too_long: TooLong) -> Int64[np.ndarray, "lengths"]:
+    """Return how many tokens of a corpus are predicted in rows of each length, from 0 up to the longest document.
+
+    `too_long` is "cut" or "drop": documents in parts lose none.
+    """
+    lengths = np.maximum(np.diff(corpus.offsets) - 1, 0)
+    more = np.zeros(int(lengths.max(initial=0)) + 1, np.int64)  # than in rows that are shorter by one
+    for start, length in zip(corpus.starts, lengths, strict=True):
+        predicted = np.ones(length, bool) if corpus.mask is None else corpus.mask[start + 1 : start + 1 + length]
+        if too_long == "drop":
+            more[length] += predicted.sum()
+        else:
+            more[1 : length + 1] += predicted
+    return np.cumsum(more)
+
+
 class _Places(NamedTuple):
     """The number of the document of each input, and the index of the input in it."""
 

@@ -41,6 +41,7 @@ class Source:
     - `weighted`: the sources of a mixture, by name; then `train` and `validation` hold nothing;
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
+    - `unsettled`: returns the ids whose text may be another once more ids follow; None where any may;
     - `whole`: the documents of both splits in their order, where validation documents are held out of them;
     - `ends`: the tokens that end an answer;
     - `notes`: what a user should know of how the data were read, in lines.
@@ -63,6 +64,7 @@ class Source:
     whole: Corpus | None = None
     ends: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    unsettled: Callable[[], frozenset[int] | None] = lambda: None
 
     @property
     def parts(self) -> dict[str, "Source"]:
@@ -130,6 +132,7 @@ def make_source(name: str, split: Split, tokenizer: Tokenizer, /, *, vocab: int,
         encode=tokenizer.encode,
         decode=tokenizer.decode,
         token_bytes=tokenizer.token_bytes,
+        unsettled=tokenizer.unsettled,
         whole=split.whole,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 
+from moezoo.data.pieces import find_unsettled
 from moezoo.data.token_bytes import TokenBytes, measure_tokens
 from moezoo.errors import UserError
 from moezoo.host import check_file
@@ -21,7 +22,8 @@ NO_TOKENS = "the tokenizer makes no token of this text; give another text or tok
 class Tokenizer(Protocol):
     """Converts text to token ids and back; `vocab` is the largest id plus 1.
 
-    `token_bytes` returns how many bytes of text each id stands for, and raises `UserError` where that is not known.
+    - `token_bytes` returns how many bytes of text each id stands for, and raises `UserError` where that is not known.
+    - `unsettled` returns the ids whose text may be another once more ids follow; None where any may.
     """
 
     @property
@@ -32,6 +34,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[SupportsIndex]) -> str: ...
 
     def token_bytes(self) -> TokenBytes: ...
+
+    def unsettled(self) -> frozenset[int] | None: ...
 
 
 class Bytes:
@@ -48,6 +52,9 @@ class Bytes:
 
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(*np.ones((2, self.vocab), np.int64))
+
+    def unsettled(self) -> frozenset[int]:
+        return frozenset()
 
 
 class Numbers:
@@ -73,6 +80,9 @@ class Numbers:
 
     def token_bytes(self) -> TokenBytes:
         raise UserError(f"{self._where} has no tokenizer")
+
+    def unsettled(self) -> frozenset[int]:
+        return frozenset()
 
 
 class Places(NamedTuple):
@@ -149,6 +159,9 @@ class HuggingFace:
 
     def token_bytes(self) -> TokenBytes:
         return measure_tokens(self._library, self.vocab, self.shown)
+
+    def unsettled(self) -> frozenset[int] | None:
+        return find_unsettled(self._library)
 
     def _refuse(self, error: Exception) -> UserError:
         return UserError(f"{self.shown} cannot encode the text ({one_line(error)}); give another text or tokenizer")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,8 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
 from moezoo.parallel.traffic import CallName
 from moezoo.typed import Range, convert
+
+_PAUSE = 0.1  # seconds between two items of a stream, where tokens take less
 
 
 class Advanced(NamedTuple):
@@ -96,10 +99,10 @@ def generate(
 ) -> Int[np.ndarray, "batch longer"]:
     """Return prompts and their continuations, int32 [batch, seq + new].
 
-    A program is compiled for each model, batch size and rounded length, and on one device kept for later processes, in
-    `moezoo` in XDG_CACHE_HOME or ~/.cache (docs/running.md). A mesh splits the batch over those of its axes whose sizes
-    divide it; devices along the other axes do the same work, except for the experts' work, which they share. The same
-    key draws the same tokens on every mesh.
+    Two programs are compiled for each model, batch size and rounded length, one that reads and one that writes, and on
+    one device kept for later processes, in `moezoo` in XDG_CACHE_HOME or ~/.cache (docs/running.md). A mesh splits the
+    batch over those of its axes whose sizes divide it; devices along the other axes do the same work, except for the
+    experts' work, which they share. The same key draws the same tokens on every mesh.
 
     Args:
         model: The model that continues the prompts.
@@ -119,14 +122,85 @@ def generate(
         UserError: Prompts are not integers [batch, seq] of the vocabulary, have padding on the right, or exceed
             `config.longest` with the new tokens; or the sampling settings are invalid.
     """
+    sampling = Sampling(temperature, top_k, top_p, vocab)
+    asked = _ask(model, ids, max_new_tokens, eos_token_id, execution, mask, sampling, key)
+    end = _write(asked.model, asked.prompts, _read(*asked), asked.how)
+    new, count = jax.device_get((end.new, end.count))
+    return np.concatenate([np.asarray(ids).astype(np.int32), new[:, : int(count)]], axis=1)
+
+
+@function_cache()
+def stream(
+    model: LanguageModel,
+    ids: Array | np.ndarray | Sequence[Any],
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None = None,
+    execution: Execution | None = None,
+    mask: Array | np.ndarray | Sequence[Any] | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    vocab: int | None = None,
+    key: Array | None = None,
+) -> Iterator[Int[np.ndarray, "batch some"]]:
+    """Return an iterator over the tokens that `generate` adds, int32 [batch, some], which has them as they come.
+
+    Each item has the columns that were written in a tenth of a second, or one that took longer. All items together
+    are what `generate`, which has the same arguments and programs, adds to the prompts. The prompts are read, and both
+    programs are compiled, before this returns.
+
+    Raises:
+        UserError: As `generate`.
+    """
+    sampling = Sampling(temperature, top_k, top_p, vocab)
+    asked = _ask(model, ids, max_new_tokens, eos_token_id, execution, mask, sampling, key)
+    # Writing nothing compiles the program here, where `function_cache` keeps it.
+    return _columns(asked, _write_until(asked, _read(*asked), 1))
+
+
+def _columns(asked: "_Asked", now: "Continued") -> Iterator[Int[np.ndarray, "batch some"]]:
+    """Yield the columns that are written, and write more."""
+    limit, seen, steps = int(asked.prompts.limit), 0, 1
+    while True:
+        new, count, all_ended = jax.device_get((now.new, now.count, now.all_ended))
+        yield new[:, seen : int(count)]
+        seen = int(count)
+        if all_ended or seen >= limit:
+            return
+        began = time.perf_counter()
+        now = jax.block_until_ready(_write_until(asked, now, min(seen + steps, limit)))
+        # A call from Python takes a part of a millisecond. Several processes have to make the same calls.
+        if jax.process_count() == 1:
+            steps = max(1, int(steps * _PAUSE / (time.perf_counter() - began)))
+
+
+class _Asked(NamedTuple):
+    """The arguments of `_read`."""
+
+    model: LanguageModel
+    prompts: "Prompts"
+    how: "Continuation"
+
+
+def _ask(
+    model: LanguageModel,
+    ids: Any,
+    max_new_tokens: int,
+    eos_token_id: Any,
+    execution: Execution | None,
+    mask: Any,
+    sampling: Sampling,
+    key: Array | None,
+) -> _Asked:
+    """Check the arguments of `generate`, and lay out what its programs take."""
     execution = Execution() if execution is None else execution
     check_type("model", model, LanguageModel, "load one with moezoo.load_run or moezoo.from_pretrained")
     check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
-    sampling = Sampling(temperature, top_k, top_p, vocab)
     max_new_tokens = convert(int, max_new_tokens, "max_new_tokens", valid=Range(at_least=1))
     tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)
     if sampling.temperature > 0 and key is None:
-        raise UserError(f"temperature={temperature} draws at random and needs key=jax.random.key(SEED)")
+        raise UserError(f"temperature={sampling.temperature} draws at random and needs key=jax.random.key(SEED)")
     execution = execution.exact.in_turn.for_rows(len(tokens))
     if execution.mesh is not None:
         model = place(cut_pieces(model, execution), execution)
@@ -142,9 +216,7 @@ def generate(
         jnp.asarray(stops, jnp.int32),
         _threefry(jax.random.key(0) if key is None else key),
     )
-    out = _continue(model, prompts, continuation(model, width, room, sampling, execution, rows=len(tokens)))
-    new, count = jax.device_get(out)
-    return np.concatenate([np.asarray(ids).astype(np.int32), new[:, : int(count)]], axis=1)
+    return _Asked(model, prompts, continuation(model, width, room, sampling, execution, rows=len(tokens)))
 
 
 def _threefry(key: Array) -> Array:
@@ -228,7 +300,7 @@ class Continued(NamedTuple):
 class Continuation:
     """How prompts are continued, by at most `room` tokens to texts of at most `length`.
 
-    `begin`, `advance` and `run` run inside `shard_map`, or on one device.
+    `begin`, `advance` and `proceed` run inside `shard_map`, or on one device.
     """
 
     length: int
@@ -257,14 +329,13 @@ class Continuation:
         advanced = decode(model, now.token[:, None], here, now.cache, self.decode)
         return self._append_token(prompts, now._replace(cache=advanced.cache), advanced.logits)
 
-    def run(self, model: LanguageModel, prompts: Prompts) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
-        """Return new tokens, and how many of their columns were written."""
-        end = lax.while_loop(
+    def proceed(self, model: LanguageModel, prompts: Prompts, now: Continued) -> Continued:
+        """Write further tokens, up to the limit of the prompts."""
+        return lax.while_loop(
             lambda now: (now.count < prompts.limit) & ~now.all_ended,
             lambda now: self.advance(model, prompts, now),
-            self.begin(model, prompts),
+            now,
         )
-        return end.new, end.count
 
     def _append_token(self, prompts: Prompts, now: Continued, logits: Array) -> Continued:
         stops, token = prompts.stops, self.sampling(logits, prompts.row, now.count, prompts.key)
@@ -288,7 +359,7 @@ class Continuation:
         return Programs(
             lambda *arguments: run(self.begin, arguments, given[:2], now),
             lambda *arguments: run(self.advance, arguments, given, now),
-            lambda *arguments: run(self.run, arguments, given[:2], (rows, everywhere)),
+            lambda *arguments: run(self.proceed, arguments, given, now),
         )
 
 
@@ -307,18 +378,26 @@ def continuation(
 
 
 class Programs(NamedTuple):
-    """`begin`, `advance` and `run` of a `Continuation` as functions of whole arrays."""
+    """`begin`, `advance` and `proceed` of a `Continuation` as functions of whole arrays."""
 
     begin: Callable[[LanguageModel, Prompts], Continued]
     advance: Callable[[LanguageModel, Prompts, Continued], Continued]
-    run: Callable[[LanguageModel, Prompts], tuple[Array, Array]]
+    proceed: Callable[[LanguageModel, Prompts, Continued], Continued]
 
 
 @functools.partial(jax.jit, static_argnames="how")
-def _continue(
-    model: LanguageModel, prompts: Prompts, how: Continuation
-) -> tuple[Int[Array, "batch room"], Int[Array, ""]]:
-    return how.programs(model).run(model, prompts)
+def _read(model: LanguageModel, prompts: Prompts, how: Continuation) -> Continued:
+    return how.programs(model).begin(model, prompts)
+
+
+@functools.partial(jax.jit, static_argnames="how", donate_argnames="now")
+def _write(model: LanguageModel, prompts: Prompts, now: Continued, how: Continuation) -> Continued:
+    return how.programs(model).proceed(model, prompts, now)
+
+
+def _write_until(asked: _Asked, now: Continued, count: int) -> Continued:
+    """Write up to column `count`."""
+    return _write(asked.model, asked.prompts._replace(limit=jnp.asarray(count, jnp.int32)), now, asked.how)
 
 
 def prompt_shapes(rows: int, length: int) -> Prompts:

@@ -139,7 +139,8 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
     ]
 
     with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
-        report.print_lines([*summary, ("run_dir", str(run.path))])
+        lost = [("warning:", line) for line in prepared.epochs.warnings()]
+        report.print_lines([*summary, ("run_dir", str(run.path)), *lost])
         started = RunStart(run.path, as_mapping(run_settings(cfg)), summary, history)
         writers = [run.log, *make_writers(cfg, on_row, started)]
         try:

@@ -1,6 +1,13 @@
 """`moezoo generate`: texts and their continuations, with the model of a run or of a Hugging Face folder."""
 
 import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
 
 import jax
 import numpy as np
@@ -11,6 +18,7 @@ import moezoo
 from moezoo import host
 from moezoo.cli import generate as generate_command
 from moezoo.cli.generate import continuations
+from moezoo.generation import generate as generation
 from moezoo.models import MixtralConfig, build_model
 
 
@@ -128,6 +136,172 @@ def test_answers_in_the_template_of_the_folder(folder, tmp_path):
         (tmp_path / f"{file}.json").unlink()
 
 
+# A word for each role and for a variable; tools are left out.
+TEMPLATE = (
+    "{% set word = {'system': 'w20', 'user': 'w21', 'assistant': 'w22'} %}{% if brief %}w25 {% endif %}"
+    "{% for m in messages %}{{ word[m.role] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+SHORT = "max_new_tokens=4"
+
+
+@pytest.fixture(scope="module")
+def chats(folder, tmp_path_factory):
+    """The folder with a tokenizer of words, in which no answer ends, and a template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("chats")
+    library = Tokenizer(models.WordLevel({f"w{i}": i for i in range(39)} | {"<a>": 39}, unk_token="w0"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<a>"])
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    library.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def record(*texts, role="user", **others):
+    """Return a line with messages of a user and an assistant in turn; the last is of `role`."""
+    roles = [*(("user", "assistant")[number % 2] for number in range(len(texts) - 1)), role]
+    return json.dumps({"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)], **others})
+
+
+def written(chats, prompt):
+    """Return what the model writes after a text."""
+    (text,) = continuations([f"folder={chats}", f"prompt={prompt}", SHORT])
+    return text.removeprefix(prompt.replace("<a>", "").strip()).strip()
+
+
+def test_what_stands_before_a_message(chats, tmp_path):
+    """A history, a message of the system, and variables of the template; several messages are added each alone."""
+    where = [f"folder={chats}", SHORT]
+    history = tmp_path / "a.jsonl"
+    history.write_text(record("w5", "w6", role="assistant") + "\n\n")
+    (tmp_path / "system.txt").write_text("w1")
+    asked = [*where, f"system=@{tmp_path}/system.txt", f"history={history}", "chat=w3", "chat=w4"]
+    before = "w20 w1 w21 w5 w22 w6 w21"
+    assert continuations(asked) == [written(chats, f"{before} {word} <a>") for word in ("w3", "w4")]
+    brief = written(chats, f"w25 {before} w3 <a>")
+    assert continuations([*asked[:-1], "template.brief=True"]) == [brief]
+    # A history has variables too, and the keys come first. Without a message, the last one of a history is answered.
+    history.write_text(record("w5", "w6", "w7", chat_template_kwargs={"brief": True}))
+    for value, first in (([], "w25 "), (["template.brief=False"], "")):
+        expected = written(chats, f"{first}w21 w5 w22 w6 w21 w7 <a>")
+        assert continuations([*where, f"history={history}", *value]) == [expected]
+
+
+def test_one_text_is_printed_while_it_is_written(chats, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "_PAUSE", 0.0)
+    for asked in (["chat=w3 w1"], ["prompt=w3 w1"]):
+        arguments = [f"folder={chats}", *asked, "max_new_tokens=9", "temperature=1.5", "seed=3"]
+        (whole,) = continuations(arguments)
+        generator, (text,) = generate_command.prepare(arguments)
+        parts = [*generator.stream(text)]
+        assert "".join(parts) == whole
+        assert len([part for part in parts if part]) >= 9
+        end = whole.split()[-3]
+        for more in ([], ["stream=false"], [f"eos_token_id={end[1:]}"]):
+            capsys.readouterr()
+            generate_command.main([*arguments, *more])
+            assert capsys.readouterr().out == "".join(f"{text}\n" for text in continuations([*arguments, *more]))
+
+
+class Terminal:
+    """A process in a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.ours, self.theirs = pty.openpty()
+        self.before = termios.tcgetattr(self.theirs)
+        command = [sys.executable, "-m", "moezoo", "generate", *arguments]
+        ends = {"stdin": self.theirs, "stdout": self.theirs, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env={**os.environ, "TERM": "dumb"}, **ends)
+
+    def read(self):
+        """Return what is shown up to the next mark of a message to type."""
+        shown = ""
+        while not shown.endswith("> "):
+            if select.select([self.ours], [], [], 1)[0]:
+                shown += os.read(self.ours, 1000).decode(errors="replace").replace("\r\n", "\n")
+            else:
+                assert self.process.poll() is None, self.process.communicate()
+        return shown
+
+    def ends(self):
+        """Return the exit code, the lines of errors, and whether the terminal is as before; it is closed."""
+        errors = self.process.communicate()[1]
+        as_before = termios.tcgetattr(self.theirs) == self.before
+        for end in (self.ours, self.theirs):
+            os.close(end)
+        return self.process.returncode, errors.splitlines()[1:], as_before
+
+
+def test_a_conversation(chats, tmp_path):
+    """Each answer has read all that was said. Ctrl-D and a signal end it, and leave the terminal as it was."""
+    (tmp_path / "a.jsonl").write_text(record("w5", "w6", "w7"))
+    talk = Terminal(f"folder={chats}", SHORT, f"history={tmp_path}/a.jsonl", "system=w1")
+    other = Terminal(f"folder={chats}")
+    said = "w20 w1 w21 w5 w22 w6 w21 w7"
+    answers = [written(chats, f"{said} <a>")]
+    answers.append(written(chats, f"{said} w22 {answers[0]} w21 w3 <a>"))
+    assert talk.read() == f"{answers[0]}\n> "
+    # A private character is refused, and its message left out.
+    for line, shown in (("", ""), ("\U0010ffff", ""), ("w3", f"{answers[1]}\n")):
+        os.write(talk.ours, f"{line}\n".encode())
+        assert talk.read().endswith(f"\n{shown}> ")
+    os.write(talk.ours, b"\x04")
+    code, (error,), as_before = talk.ends()
+    assert (code, as_before) == (0, True)
+    assert error.startswith("error: a text has the private character U+10FFFF")
+    assert error.endswith("; this message is left out")
+    other.read()
+    other.process.send_signal(signal.SIGINT)
+    assert other.ends() == (130, ["stopped by SIGINT"], True)
+
+
+def test_chats_that_are_refused(console, chats, tmp_path):
+    """One line each; a.jsonl is the history."""
+
+    def refused_with(*arguments, a=""):
+        (tmp_path / "a.jsonl").write_text(a)
+        code, out, err = console("generate", f"folder={chats}", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    history, answered, asked = "history=a.jsonl", record("w1", "w2", role="assistant"), record("w1")
+    for name in ("system=w1", history, "template.brief=true"):
+        key = name.partition("=")[0].partition(".")[0]
+        error = refused_with("prompt=w1", name)
+        assert f"prompt= continues a text, and {key}= is for a chat; leave one of them out" in error
+    for arguments, file, message in (
+        (["system=w1"], "", "prompt is missing; write prompt="),
+        (["chat=w1", "template=x"], "", "template=x: expected template.NAME=VALUE"),
+        (["chat=w1", "template.brif=true"], "", "has no such variable; did you mean 'brief'?"),
+        (["chat=w1", "template.reasoning_effort=low"], "", "chat_template.jinja has no such variable; leave it out"),
+        (["chat=w1", "template.messages=1"], "", "has messages, which every template has already"),
+        (["chat=w1", "history=nowhere.jsonl"], "", "history=nowhere.jsonl does not exist"),
+        (["chat=w1", history], "\n", "history=a.jsonl has no chat; give a file with one"),
+        (["chat=w1", history], f"{answered}\n{answered}", "history=a.jsonl has several chats; give a file with one"),
+        (["chat=w1", history], "[", "history=a.jsonl line 1 is not JSON (column 2"),
+        (["chat=w1", history], '{"text": "w1"}', "history=a.jsonl line 1: neither messages nor prompt and completion"),
+        (["chat=w1", history], '{"messages": []}', "history=a.jsonl line 1: messages is empty"),
+        (["chat=w1", history], asked, "history=a.jsonl ends with a message of the user, and chat= is another; leave"),
+        (
+            [history],
+            answered,
+            "history=a.jsonl ends with a message of the assistant, which nobody answers; write chat=",
+        ),
+        (
+            ["chat=w1", history, "system=w2"],
+            record("w0", "w1", "w2", role="system").replace('"user"', '"system"'),
+            "history=a.jsonl begins with a message of the system, and system= is another; leave one of them out",
+        ),
+        (["chat=w1", "top_k=5"], "", "top_k=5 has no effect at temperature 0"),
+        (["chat=w1", "max_new_tokens=0"], "", "max_new_tokens=0 must be at least 1"),
+        (["chat=w1", "stream=later"], "", "stream=later: expected true or false"),
+    ):
+        assert message in refused_with(*arguments, a=file)
+
+
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
     prompt = ["prompt=1", "max_new_tokens=2"]
     loaded = moezoo.from_pretrained(folder)
@@ -161,7 +335,7 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         (["folder={folder}", "prompt=1", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
         (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
         (["folder={folder}/nowhere", "prompt=1"], "there is no such folder; name a Hugging Face model folder"),
-        (["folder={folder}", "prompt=1", "chat=1"], "prompt= continues a text, and chat= answers a message; leave one"),
+        (["folder={folder}", "prompt=1", "chat=1"], "prompt= continues a text, and chat= is for a chat; leave one"),
         (["folder={folder}", "chat=@nowhere"], "chat=@nowhere does not exist; name a UTF-8 text file"),
         (["run_dir={folder}", "prompt=1"], "no run there"),
         (["run_dir={folder}", "prompt=1", "dtype=stored"], "dtype=stored: parameters of a run have the dtype"),

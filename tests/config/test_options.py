@@ -1,7 +1,8 @@
 """A command's own arguments."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import pytest
 
@@ -20,6 +21,7 @@ class Own:
     stop: Literal["eos", "length"] = "eos"
     sizes: tuple[int, ...] = key("some sizes", default=(), valid=Range(at_least=1))
     ways: tuple[Literal["up", "down"], ...] = ("up",)
+    named: Mapping[str, Any] | None = None
 
 
 def test_takes_its_own_and_leaves_the_rest():
@@ -29,13 +31,21 @@ def test_takes_its_own_and_leaves_the_rest():
     assert taken == (Own("a=b", ("x: [1", " "), 7, 0.01, None, "eos"), ["mesh=ep8", "steps"])
     assert take(Own, ["folder=1"]).options == Own("1")
     assert take(Own, ["folder=1", "sizes=3", "ways=down", "sizes=2"]).options == Own("1", sizes=(3, 2), ways=("down",))
+    named = ["named.a=False", "named.b=null", "named.c=2", "named.d=some words", "named.e='1'", "named.f=[x,{y: 1}]"]
+    values = {"a": False, "b": None, "c": 2, "d": "some words", "e": "1", "f": ["x", {"y": 1}]}
+    assert take(Own, ["folder=1", *named, "name.a=1"]) == (Own("1", named=values), ["name.a=1"])
 
 
 def test_describes_its_keys():
     kind = dataclasses.make_dataclass(
-        "Keys", [("to", str, key("x", "FILE")), ("count", int, key("how many", default=4))]
+        "Keys",
+        [
+            ("to", str, key("x", "FILE")),
+            ("count", int, key("how many", default=4)),
+            ("named", Mapping[str, Any] | None, key("y", "VALUE", default=None)),
+        ],
     )
-    assert describe_keys(kind) == [("to=FILE", "x"), ("count=4", "how many")]
+    assert describe_keys(kind) == [("to=FILE", "x"), ("count=4", "how many"), ("named.NAME=VALUE", "y")]
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,10 @@ def test_describes_its_keys():
         (["folder=a", "ways=left"], ["ways=left: expected one of up, down", "left"]),
         (["folder=a", "prompt="], ["prompt=: expected text", "write prompt=TEXT"]),
         (["folder=a", "count=1", "count=2"], ["count=2: count is given twice"]),
+        (["folder=a", "named=1"], ["named=1: expected named.NAME=VALUE"]),
+        (["folder=a", "named.a.b=1"], ["named.a.b=1: expected named.NAME=VALUE"]),
+        (["folder=a", "named.a=1", "named.a=2"], ["named.a=2: named.a is given twice"]),
+        (["folder=a", "named.a=[1"], ["named.a=[1: the value cannot be read; close its brackets"]),
     ],
 )
 def test_mistakes(arguments, parts):

@@ -1,5 +1,6 @@
 """Packed rows compared with naive packing, their order with naive epochs, and what is left out."""
 
+import dataclasses
 import json
 from pathlib import Path
 from unittest import mock
@@ -81,6 +82,43 @@ def test_masks_and_what_is_too_long(lengths, seq_len, period):
         labelled = [each for each in expected if any(map(predicted, each[1:]))]
         found = as_lists(pack(fit(corpus, seq_len, too_long).inputs, seq_len))
         assert found == [masked(row) for row in naive.pack(labelled, seq_len, packing.BUFFER)]
+
+
+def source_of(corpus: Corpus, too_long: packing.TooLong) -> Source:
+    source = make_source("by hand", Split(corpus, corpus, "by hand"), Numbers(10**6), vocab=10**6)
+    return dataclasses.replace(source, packing="whole", too_long=too_long)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([1, 2, 40, 120, 128, 129, 130, 200, 257, 300, 700]), min_size=1, max_size=12),
+    st.sampled_from([2, 39, 128, 199, 256]),
+    st.integers(0, 4),
+    st.sampled_from(["cut", "drop"]),
+)
+def test_a_warning_names_the_length_that_keeps_enough(lengths, seq_len, period, too_long):
+    """Where rows lose more than a tenth of what is predicted: a multiple of 128 that keeps 95%, and no smaller one."""
+
+    def predicted(token):
+        return token % 5 >= period
+
+    def kept(seq_len):
+        some = [each[: seq_len + 1] for each in documents if too_long == "cut" or len(each) <= seq_len + 1]
+        return sum(predicted(token) for each in some for token in each[1:])
+
+    documents = documents_of(lengths)
+    whole = kept(10**6)
+    epochs = make_epochs(source_of(corpus_of(documents, predicted), too_long), seq_len=seq_len, seed=0)
+    if 10 * (whole - kept(seq_len)) <= whole:
+        assert epochs.warnings() == []
+        return
+    enough = next(length for length in range(128, 10**4, 128) if 100 * kept(length) >= 95 * whole)
+    longer, lost = sum(len(each) > seq_len + 1 for each in documents), (whole - kept(seq_len)) / whole
+    (line,) = epochs.warnings()
+    assert line.startswith(
+        f"{lost:.0%} of the tokens to predict are lost, since {longer} of {len(documents)} documents "
+    )
+    assert line.endswith(f"longer than seq_len={seq_len}; seq_len={enough} keeps 95%")
 
 
 def test_beyond_the_last_row_is_padding():

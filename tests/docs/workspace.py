@@ -50,6 +50,7 @@ def make_files(folder: Path) -> None:
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(60) for b in range(60)]
     chats = ({"prompt": question, "completion": answer} for question, answer in sums)
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (folder / "chat.jsonl").write_text(json.dumps({"prompt": "What is 1 + 2?", "completion": "3"}))
     np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 300)
     np.save(folder / "tokens.offsets.npy", np.arange(0, 20_001, 200))
     (folder / "mix.yaml").write_text(

@@ -228,6 +228,22 @@ def test_stops_when_all_rows_have_ended():
     np.testing.assert_array_equal(stopped(eos_token_id=absent, execution=mesh), greedy)
 
 
+@pytest.mark.parametrize("mesh", [None, {"fsdp": 2, "expert": 4}])
+def test_a_stream_has_the_tokens_as_they_come(mesh, monkeypatch):
+    """One column at a time where a token takes long, several where it does not, none once all rows have ended."""
+    execution = None if mesh is None else make_execution(mesh, "gather")
+    stops = find_stops(naive("window")[0][:, IDS.shape[1] :])
+    same: dict[str, Any] = {"mask": MASK, "max_new_tokens": NEW, "execution": execution}
+    for settings in ({**same, "temperature": 1.5, "key": jax.random.key(3)}, {**same, "eos_token_id": stops}):
+        whole = moezoo.generate(model("window"), IDS, **settings)[:, IDS.shape[1] :]
+        for pause in (0.0, 1e3):
+            monkeypatch.setattr(generation, "_PAUSE", pause)
+            parts = [*moezoo.stream(model("window"), IDS, **settings)]
+            np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+            rest = whole.shape[1] - 2
+            assert [part.shape[1] for part in parts] == [1, 1, *([rest] if pause and rest else [1] * rest)]
+
+
 @pytest.mark.newer
 def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
     same = np.repeat(IDS[:1], 4, axis=0)

@@ -10,6 +10,7 @@ from training_runs import assert_same_models, repeatable
 
 import moezoo
 from moezoo.data import Jsonl, Text, load, train_batches
+from moezoo.data.epochs import PackedEpochs
 
 ONE_DEVICE = ("mesh=single", "dispatch=gather", "model.layers=1", "model.vocab=256", "seed=3")
 SOURCES = (
@@ -34,7 +35,8 @@ def overrides(tiny) -> list[str]:
 
 
 @pytest.mark.newer
-def test_a_mixture_resumed_in_the_middle(overrides, capsys):
+def test_a_mixture_resumed_in_the_middle(overrides, capsys, monkeypatch):
+    monkeypatch.setattr(PackedEpochs, "warnings", lambda self: ["much is lost"])
     whole = moezoo.train(moezoo.compose(*overrides, "steps=6", "eval_every=0", "checkpoint_every=4", "run_dir=whole"))
     printed = capsys.readouterr().out
     resumed = moezoo.train(moezoo.compose("resume=whole/checkpoints/4", "run_dir=resumed"))
@@ -61,6 +63,7 @@ def test_a_mixture_resumed_in_the_middle(overrides, capsys):
         assert (found.loss, found.tokens) == (own.loss, own.tokens)
         counted = f"over {own.tokens:,} bytes; trained on {last['tokens_by_source'][name]:,} bytes"
         assert any(f"{name}: {own.loss:.4f} nats per byte {counted}" in line for line in printed.splitlines())
+    assert "\nwarning:    lines: much is lost\n" in printed
     assert "mixture of lines 33.3%, text 66.7% of the rows" in printed
 
     with refused("data.sources.text.weight=3", "has data.sources.text.weight=2", "cannot change during a run"):
