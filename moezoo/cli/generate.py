@@ -1,6 +1,7 @@
 """`moezoo generate`: continue texts, or answer in chats, with the model of a run or of a Hugging Face folder."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.training.report import choice_lines
+    from moezoo.training.waiting import Waiting
 
     request, changes = take(Request, arguments)
     if request.prompt and request.chat:
@@ -85,23 +87,25 @@ def continuations(arguments: Sequence[str]) -> list[str]:
     here, sizes = loaded.execution.exact.for_rows(len(texts)), calls(len(texts), length)
     stacks = loaded.model.stacks
     compared: dict[Any, Any] = {call: compare_strategies(stacks, *size, here, call) for call, size in sizes.items()}
+    say = functools.partial(print, file=sys.stderr)
     for line in choice_lines(cfg.dispatch, compared):
-        print(line, file=sys.stderr)
+        say(line)
     stops = loaded.stops if request.eos_token_id is None else [request.eos_token_id]
     stops = stops if request.stop == "eos" else []
-    longer = generate(
-        loaded.model,
-        ids,
-        max_new_tokens=request.max_new_tokens,
-        eos_token_id=stops or None,
-        execution=loaded.execution,
-        mask=mask,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        vocab=min(loaded.tokenizer.vocab, loaded.model.vocab),
-        key=jax.random.key(cfg.seed),
-    )
+    with Waiting(loaded.execution.mesh, say, again="start it again") as waiting, waiting.on("new tokens"):
+        longer = generate(
+            loaded.model,
+            ids,
+            max_new_tokens=request.max_new_tokens,
+            eos_token_id=stops or None,
+            execution=loaded.execution,
+            mask=mask,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            vocab=min(loaded.tokenizer.vocab, loaded.model.vocab),
+            key=jax.random.key(cfg.seed),
+        )
     continued = []
     for row, text in zip(longer, texts, strict=True):
         ends = np.flatnonzero(np.isin(row[length:], stops))
