@@ -530,7 +530,8 @@ def test_wide_blocks():
 
     assert blocks(4, 2, None) == blocks(2, 4, 256) == (256, 256)
     assert blocks(8, 1, None) == blocks(8, 2, None) == blocks(4, 2, 255) == (128, 128)
-    assert GROUP > 1 and KV_HEADS * GROUP <= 8
+    assert GROUP > 1
+    assert KV_HEADS * GROUP <= 8
     operands, cotangent = random_operands(Case(tokens, tokens, 0), batch=1)
     run = jax.jit(functools.partial(value_and_gradients, "chunked", None))
     check(run(operands, at, at, cotangent), loop(None, operands, at, at, cotangent))
