@@ -29,8 +29,8 @@ _MOST_CPU_DEVICES = 4096
 
 _ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 # What JAX's own variables take.
-_BOOLEANS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
-_BOOLEANS |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
+_BOOLEANS: dict[str, bool] = {name: True for name in ("y", "yes", "t", "true", "on", "1")}
+_BOOLEANS |= {name: False for name in ("n", "no", "f", "false", "off", "0")}
 
 # The device files of accelerator drivers -> the maker. Without them, an installed plugin prints errors when JAX starts.
 _DEVICE_NODES = {
