@@ -115,7 +115,8 @@ def _products(name: str, sizes: Any, at: Coordinates) -> tuple[jax.stages.Compil
     """Return the program of some of the products, its operands, and how many times as many there are in all."""
     target = device_target(jax.devices()[0])
     on_gpu = blocks.measured(chunked.ON_GPUS, "chunked", target) if target.platform in ("cuda", "rocm") else None
-    pairs, queries, keys = chunked.count_pairs(at, at, sizes.window, on_gpu)
+    own = on_gpu or chunked.on_cpu(at, at, sizes.kv_heads, sizes.group, sizes.window)
+    pairs, queries, keys = chunked.count_pairs(at, at, sizes.window, own)
     heads, rows = pairs * sizes.kv_heads, sizes.group * queries
     batch = max(1, min(heads, _SCORES // (rows * keys)))
     shapes = (rows, sizes.head_dim), (keys, sizes.head_dim), (keys, sizes.value_dim), (rows, sizes.value_dim)

@@ -51,6 +51,7 @@ def run(keys: Any, overrides: Sequence[str]) -> Report:
             "share": round(sum(parts[name].values()) / whole, 5),
             **{f"{phase}_ms": _sum(parts[name], phase=phase) for phase in ("forward", "recomputed", "backward")},
             "moving_ms": _sum(parts[name], moves=True),
+            "largest": _largest(parts[name]),
             "step_ms": round(whole, 4),
             "untraced_ms": round(untraced, 4),
             "steps": count,
@@ -69,8 +70,14 @@ def _sum(part: dict[Operation, float], **fields: Any) -> float:
     return round(sum(chosen, 0.0), 4)
 
 
+def _largest(part: dict[Operation, float]) -> list[Row]:
+    """Return the ten copies of `part` that take longest, none if it is another part."""
+    copies = sorted(((ms, op) for op, ms in part.items() if op.copied), reverse=True)[:10]
+    return [{"copied": op.copied, "phase": op.phase, "ms": round(ms, 4)} for ms, op in copies]
+
+
 def report(rows: Sequence[Row]) -> Report:
-    """Return one table, with the whole step as its last line; the picture has a bar per part."""
+    """Return a table of parts, with the whole step as its last line, and one of copies; the picture shows parts."""
     first = rows[0]
     lines = [row | {key: row[key] if row[key] >= 0.05 else None for key in _TIMES} for row in rows]
     lines.append({"name": "whole step", "ms": first["step_ms"]})
@@ -82,4 +89,7 @@ def report(rows: Sequence[Row]) -> Report:
     title = f"{first['settings']}: {first['steps']} steps of {first['step_ms']:.1f} ms "
     title += f"({first['untraced_ms']:.1f} ms without the trace), {devices}, {first['dtype']}"
     panel = Panel("ms per step", {row["name"]: {"": row["ms"]} for row in rows})
-    return Report(rows, [Table(title, columns, lines)], [[panel]], first["settings"])
+    copies = [copy for row in rows for copy in row["largest"]]
+    largest = [Column("copied", "copied"), Column("phase", "phase"), Column("ms", "ms", ".1f")]
+    tables = [Table(title, columns, lines), Table("the copies that take longest", largest, copies)]
+    return Report(rows, tables, [[panel]], first["settings"])

@@ -19,7 +19,7 @@ from moezoo.models.config import ModelConfig
 from moezoo.models.layers import Collect, LayersOutput, routing_rows, run_layers
 from moezoo.moe.routing import Routing, RoutingConfig, reduce_routing
 from moezoo.nn.cache import Cache
-from moezoo.nn.linear import normal, project
+from moezoo.nn.linear import normal, project, project_rows
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context, make_context
 from moezoo.parallel.axes import Embedding, Stack, Weight
@@ -74,7 +74,8 @@ class Unembedding(eqx.Module):
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
         """Return float32 logits."""
-        return project(self.norm(hidden), self.matrix, dtype=jnp.float32)
+        x, matrix = self.norm(hidden), self.matrix
+        return project_rows(x, matrix) if x.ndim == 2 else project(x, matrix, dtype=jnp.float32)
 
 
 class Output(NamedTuple):

@@ -42,6 +42,8 @@ from moezoo.parallel.collectives import ATTENTION, vary_like
 # The most tokens per block on a CPU: for up to `_SHORT` tokens, and for more.
 BLOCKS = (64, 128)
 _SHORT = 512
+# For more than `_LONG` tokens, if query heads share key heads and are so few that the scores of a pair take 2 MiB.
+_WIDE, _LONG, _FEW_HEADS = 256, 1024, 8
 
 
 class Blocks(NamedTuple):
@@ -93,11 +95,19 @@ def attend(operands: Operands, scale: Scale, blocks: Blocks | None = None) -> At
     """
     q = operands.q
     operands = dataclasses.replace(operands, q=(q.astype(jnp.float32) * scale).astype(q.dtype))
-    return _attend(blocks or _on_cpu(operands.queries, operands.keys), operands)
+    return _attend(blocks or _of(operands), operands)
 
 
-def _on_cpu(at: Coordinates, key_at: Coordinates) -> Blocks:
-    return Blocks(*(BLOCKS[x.position.shape[1] > _SHORT] for x in (at, key_at)))
+def on_cpu(queries: Coordinates, keys: Coordinates, kv_heads: int, group: int, window: int | None) -> Blocks:
+    """Return the blocks of a CPU, for `group` query heads of each key head."""
+    # Wide blocks hold more pairs of tokens that do not see each other, most of all where windows are shorter.
+    wide = group > 1 and kv_heads * group <= _FEW_HEADS and (window is None or window >= _WIDE)
+    lengths = (x.position.shape[1] for x in (queries, keys))
+    return Blocks(*(_WIDE if wide and n > _LONG else BLOCKS[n > _SHORT] for n in lengths))
+
+
+def _of(operands: Operands) -> Blocks:
+    return on_cpu(operands.queries, operands.keys, *operands.q.shape[2:4], operands.window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,7 +125,7 @@ def _forward(blocks: Blocks, operands: Operands) -> tuple[Attended, Any]:
 
 def part(operands: Operands, blocks: Blocks | None = None) -> Softmax:
     """Attend to a part of the keys, block after block."""
-    result, *numbers = traced_once(_softmax, None, (blocks or _on_cpu(operands.queries, operands.keys),), operands)
+    result, *numbers = traced_once(_softmax, None, (blocks or _of(operands),), operands)
     return Softmax(result, *(x[..., 0] for x in numbers))
 
 
@@ -125,7 +135,7 @@ def part_gradients(
     """Return the gradients that go through a part of the keys, block after block."""
     residuals = (operands, whole.result, whole.highest[..., None], whole.total[..., None])
     cotangent = Attended(back, jnp.zeros_like(whole.total))
-    return traced_once(_backward, None, (blocks or _on_cpu(operands.queries, operands.keys),), residuals, cotangent)
+    return traced_once(_backward, None, (blocks or _of(operands),), residuals, cotangent)
 
 
 def _softmax(blocks: Blocks, operands: Operands) -> tuple[Array, ...]:
@@ -236,8 +246,11 @@ def _join_rows(tree: PyTree) -> PyTree:
 def count_pairs(
     queries: Coordinates, keys: Coordinates, window: int | None, blocks: Blocks | None = None
 ) -> tuple[int, int, int]:
-    """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys."""
-    at, key_at = _cut_coordinates(queries, keys, blocks or _on_cpu(queries, keys))
+    """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys.
+
+    By default the blocks are those of a CPU with one query head for each key head.
+    """
+    at, key_at = _cut_coordinates(queries, keys, blocks or on_cpu(queries, keys, 1, 1, window))
     return int(_visible(at, key_at, window).sum()), at.position.shape[2], key_at.position.shape[2]
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 from moezoo.parallel.collectives import vary_like
+from moezoo.parallel.stacked import turned
 from moezoo.parallel.stored import Matrices, matrix_of
 
 BLOCKS = (256, 128, 32)
@@ -99,6 +100,7 @@ def _slice(x: Float[Array, "rows a"], first: Int[Array, ""], mask: Mask, block: 
 
 def dot(x: Float[Array, "block a"], y: Float[Array, "b c"], x_dim: int, y_dim: int) -> Float[Array, "d e"]:
     """Sum the product over one dimension of each operand, in float32."""
+    x = x if x_dim else turned(x)
     return lax.dot_general(x, y, (((x_dim,), (y_dim,)), ((), ())), preferred_element_type=jnp.float32)
 
 

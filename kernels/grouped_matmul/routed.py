@@ -220,13 +220,14 @@ def _routed_mlp(tokens, gates, plan, weights, activation, keep, sizes):
 
 def _run_forward(tokens, gates, plan, weights, activation, keep, sizes):
     results, *products = traced_once(_forward, None, (activation, keep, sizes), tokens, plan, weights)
-    products = [checkpoint_name(x, GROUPED_MATMUL) for x in products]
+    products = [checkpoint_name(x[: plan.assignment.shape[0]], GROUPED_MATMUL) for x in products]
     return sum_rows(results, _row_of(plan, results), gates), (tokens, gates, plan, weights, products)
 
 
 def _run_backward(activation, rows, residuals, cotangent):
     tokens, gates, plan, weights, kept = residuals
     sizes = _sizes(plan, rows)
+    kept = [_longer(x, sizes) for x in kept]
     index = _longer(plan.assignment // plan.row.shape[1], sizes)
     gate_of = _longer(jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0), sizes)
 

@@ -1,5 +1,6 @@
 """`moezoo evaluate`: compute the loss of a run's model, or of a Hugging Face folder's, on data."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
+    from moezoo.training.waiting import Waiting
 
     keys, changes = take(TextKeys, arguments)
     cfg = configure_text(keys, changes)
@@ -32,11 +34,17 @@ def main(arguments: Sequence[str]) -> None:
     use_cache(cfg.cache_dir, execution.mesh)
     rows = cfg.batch_size // execution.micro_batches
     compared = compare_strategies(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
+    say = functools.partial(print, file=sys.stderr)
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
-        print(line, file=sys.stderr)
-    with bar_on(sys.stderr) as bar:
-        counter = BatchCounter(bar, lambda line: print(line, file=sys.stderr))
-        result = evaluate(model, cfg, counter, split=use, source=source)
+        say(line)
+    with bar_on(sys.stderr) as bar, Waiting(execution.mesh, say, again="start it again") as waiting:
+        counter = BatchCounter(bar, say)
+
+        def on_batch(done: int, total: int) -> None:
+            counter(done, total)
+            waiting.begin(f"batch {min(done + 1, total)} of {total}")
+
+        result = evaluate(model, cfg, on_batch, split=use, source=source)
     print(f"{use:11} {_describe(result, source)} of {cfg.seq_len}")
     for name, own in result.by_source.items():
         print(f"{name:11} {_describe(own, source.parts[name])} of {cfg.seq_len}")

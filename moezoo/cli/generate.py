@@ -1,6 +1,7 @@
 """`moezoo generate`: continue texts, or answer in chats, with the model of a run or of a Hugging Face folder."""
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,10 +99,13 @@ class Generator:
         import numpy as np
 
         from moezoo.generation.generate import generate
+        from moezoo.training.waiting import Waiting
 
-        settings = self._settings(texts)
+        settings, say = self._settings(texts), functools.partial(print, file=sys.stderr)
         length, continued = settings["ids"].shape[1], []
-        for row, text in zip(generate(**settings), texts, strict=True):
+        with Waiting(self.loaded.execution.mesh, say, again="start it again") as waiting, waiting.on("new tokens"):
+            rows = generate(**settings)
+        for row, text in zip(rows, texts, strict=True):
             ends = np.flatnonzero(np.isin(row[length:], self._stops))
             until = length + ends[0] if len(ends) else None  # the first new token that ends the text
             begin = length - len(text) if self._request.prompt else length

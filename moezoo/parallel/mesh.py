@@ -27,6 +27,11 @@ AXES = (STAGE, "data", "fsdp", "expert", "context", "tensor")
 # Virtual CPU devices of a process: each has threads, and from 10,000 on JAX starts in seconds and ends in minutes.
 _MOST_CPU_DEVICES = 4096
 
+_ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
+# What JAX's own variables take.
+_BOOLEANS: dict[str, bool] = {name: True for name in ("y", "yes", "t", "true", "on", "1")}
+_BOOLEANS |= {name: False for name in ("n", "no", "f", "false", "off", "0")}
+
 # The device files of accelerator drivers -> the maker. Without them, an installed plugin prints errors when JAX starts.
 _DEVICE_NODES = {
     "/dev/nvidia[0-9]*": "NVIDIA",
@@ -120,8 +125,8 @@ def cpu_devices(count: int) -> None:
     """Make JAX run on `count` virtual CPU devices. Call it in a notebook's first cell, before any other use of JAX.
 
     Raises:
-        UserError: `count` is no whole number, it is less than 1, or JAX has already started with another number of CPU
-            devices.
+        UserError: `count` is no whole number, it is less than 1, JAX has already started with another number of CPU
+            devices, or JAX_CPU_ENABLE_ASYNC_DISPATCH is neither true nor false.
     """
     count = convert(int, count, "cpu_devices: count", valid=Range(at_least=1))
     if has_started():
@@ -141,21 +146,27 @@ def cpu_devices(count: int) -> None:
 
 
 def _run_in_calling_thread(devices: int) -> None:
-    """Let JAX run programs of one CPU device on the thread that calls them, unless the user has set where.
+    """Let JAX run programs of one CPU device on the thread that calls them, unless `_ASYNC` is true; of more, if false.
+
+    JAX itself does not read the variable.
 
     The temporaries of a program are one block of memory. Only the heap of the first thread keeps freed blocks above
     64 MB (`keep_freed_memory`). On a thread of XLA, each run of a large program touches fresh pages, which took a sixth
     of a training step.
     """
-    if devices == 1 and "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    value = os.environ.get(_ASYNC)
+    if value is not None and value.lower() not in _BOOLEANS:
+        raise UserError(f"{_ASYNC}={value}: must be true or false; or unset it")
+    if value is not None or devices == 1:
+        jax.config.update("jax_cpu_enable_async_dispatch", value is not None and _BOOLEANS[value.lower()])
 
 
 def prepare(wanted: int) -> None:
     """Configure JAX before it starts: `wanted` CPU devices, and no search for accelerators without a driver.
 
     Raises:
-        UserError: There are no accelerators, and `wanted` are too many for virtual CPU devices.
+        UserError: There are no accelerators, and `wanted` are too many for virtual CPU devices, or
+            JAX_CPU_ENABLE_ASYNC_DISPATCH is neither true nor false.
     """
     if has_started():
         return

@@ -68,11 +68,19 @@ _ORDERS = {"StopRegion": -_LONG / 10, "StartRegion": -_LONG / 100, "Record": 0.0
 
 
 class Operation(NamedTuple):
-    """An operation of a compiled program: its part, its phase, and whether it only moves data."""
+    """An operation of a compiled program.
+
+    Attributes:
+        part: Its part.
+        phase: Its phase.
+        moves: Whether it only moves data.
+        copied: If its part is `copies`, the type of its result and what it does; copies of equal ones count as one.
+    """
 
     part: str
     phase: Phase
     moves: bool
+    copied: str = ""
 
 
 class Profile(NamedTuple):
@@ -135,7 +143,8 @@ def _operation(instruction: Instruction, found: dict[str, Computation]) -> Opera
     if instruction.op.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
         part = _COLLECTIVES
     elif moves and part == "other":
-        part = _COPIES
+        kind = re.sub(r"\{[^}]*\}", "", instruction.type)
+        return Operation(_COPIES, phase_of(path), moves, f"{kind} {path.rpartition('/')[2] or instruction.op}")
     return Operation(part, phase_of(path), moves)
 
 

@@ -32,10 +32,12 @@ class Waiting:
         mesh: Mesh,
         write: Callable[[str], object],
         *,
+        again: str = "continue from its last checkpoint (resume=FOLDER)",
         clock: Callable[[], float] = time.monotonic,
         processor_time: Callable[[], float] = time.process_time,
     ):
-        """Prepare to wait for the devices of `mesh`. The clocks return seconds."""
+        """Prepare to wait for the devices of `mesh`. `again` is what to do after a hang. The clocks return seconds."""
+        self._again = again
         self._write, self._clock, self._processor_time = write, clock, processor_time
         devices, platform = mesh.size, mesh.devices.flat[0].platform
         self._devices = f"{devices} {platform} device{'s' * (devices > 1)}"
@@ -89,7 +91,7 @@ class Waiting:
             else:
                 line += (
                     "; it computes nothing, so it hangs unless the machine was stopped just now: end it with kill -9 "
-                    f"{os.getpid()} and continue from its last checkpoint (resume=FOLDER)"
+                    f"{os.getpid()} and {self._again}"
                 )
         self._write(line)
 

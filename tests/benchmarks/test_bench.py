@@ -314,6 +314,12 @@ def test_profile(capsys):
         assert 0 <= phases <= row["ms"] + 1e-3
         assert 0 <= row["moving_ms"] <= row["ms"] + 1e-3
         assert (row["devices"], row["settings"]) == (8, small)
+    (copies,) = (row for row in rows if row["name"] == "copies")
+    largest = [copy["ms"] for copy in copies["largest"]]
+    assert 0 < largest[-1] <= largest[0]
+    assert sum(largest) <= copies["ms"] + 1e-3
+    assert len(largest) == 10 == len({(copy["copied"], copy["phase"]) for copy in copies["largest"]})
+    assert copies["largest"][0]["copied"] in out
 
 
 @pytest.mark.parametrize(

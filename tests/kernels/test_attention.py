@@ -518,3 +518,20 @@ def test_parts_of_the_keys_equal_a_loop_over_all(case):
             check((joined, gradients), wanted, case.dtype)
 
     compare()
+
+
+def test_wide_blocks():
+    """Long rows of few query heads that share key heads are cut into them, and a row of five equals the loop."""
+    tokens = 1100
+    at = stack_rows(make_row([300, 900], [], tokens))
+
+    def blocks(kv_heads, group, window):
+        return chunked.on_cpu(at, at, kv_heads, group, window)
+
+    assert blocks(4, 2, None) == blocks(2, 4, 256) == (256, 256)
+    assert blocks(8, 1, None) == blocks(8, 2, None) == blocks(4, 2, 255) == (128, 128)
+    assert GROUP > 1
+    assert KV_HEADS * GROUP <= 8
+    operands, cotangent = random_operands(Case(tokens, tokens, 0), batch=1)
+    run = jax.jit(functools.partial(value_and_gradients, "chunked", None))
+    check(run(operands, at, at, cotangent), loop(None, operands, at, at, cotangent))

@@ -61,9 +61,11 @@ def test_equals_the_composed_products(monkeypatch, keep, dtype):
         for options in ({"implementation": "blocked", "keep": keep}, {"implementation": "reference"})
     )
     tokens, *others, cotangent = operands(dtype)
+    # Every row is used, and the last block reaches beyond them.
+    full = np.tile(np.asarray([0, 3], np.int32), (TOKENS, 1))
+    full[0, 1] = 1
     # Several largest blocks and a rest, no rest, one that fills a size, an empty group; nothing at all.
-    for groups in ((11, 0, 8, 4), (0, 0, 23, 0), (0, 0, 0, 0)):
-        ids = choose(groups)
+    for ids in (full, *map(choose, ((11, 0, 8, 4), (0, 0, 23, 0), (0, 0, 0, 0)))):
         nowhere = (ids == EXPERTS).all(1)[:, None]
         given = (jnp.where(nowhere, jnp.nan, tokens), *others, jnp.where(nowhere, jnp.nan, cotangent))
         results = fused(ids, *given)

@@ -99,6 +99,25 @@ def test_jax_10_loads_no_programs_of_several_cpu_devices(monkeypatch, version, w
     assert {name: value for name, value in changed.items() if "cache" in name} == off
 
 
+@pytest.mark.parametrize(
+    ("value", "devices", "wanted"), [(None, 1, [False]), (None, 8, []), ("0", 8, [False]), ("True", 1, [True])]
+)
+def test_where_programs_run(monkeypatch, value, devices, wanted):
+    """By default programs of one CPU device run on the thread that calls them; the user's variable is obeyed."""
+    changed = []
+    monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
+    monkeypatch.setattr("moezoo.parallel.mesh.give_threads", lambda devices: None)
+    monkeypatch.setattr(jax.config, "update", lambda *what: changed.append(what))
+    monkeypatch.delenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", value)
+    cpu_devices(devices)
+    assert [on for name, on in changed if name == "jax_cpu_enable_async_dispatch"] == wanted
+    monkeypatch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "perhaps")
+    with refused("JAX_CPU_ENABLE_ASYNC_DISPATCH=perhaps", "true or false", "unset"):
+        cpu_devices(devices)
+
+
 _THREADS = """
 import os, sys
 from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh

@@ -38,7 +38,7 @@ ENTRY %main (p: f32[4,8], q: s32[]) -> f32[8] {
 def test_operations():
     """Part and phase follow from the scopes; what only moves data is a copy unless it belongs to a part."""
     found = operations(PROGRAM)
-    assert found["scan"] == Operation("copies", "forward", moves=True)
+    assert found["scan"] == Operation("copies", "forward", moves=True, copied="f32[8] slice")
     assert found["swap"] == Operation("attention", "forward", moves=True)
     assert found["act"] == Operation("experts", "recomputed", moves=False)
     assert found["gather"] == Operation("collectives", "forward", moves=False)

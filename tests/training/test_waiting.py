@@ -8,6 +8,7 @@ import pytest
 from meshes import auto_mesh
 
 import moezoo
+from moezoo.cli import evaluate, generate
 from moezoo.training import waiting
 from moezoo.training.waiting import Waiting
 
@@ -87,14 +88,20 @@ def test_a_hang_is_told_from_a_slow_machine(monkeypatch):
 
 @pytest.mark.parametrize("steps", [2, 0])
 def test_a_run_names_what_it_waits_for(monkeypatch, capsys, tmp_path, tiny, steps):
-    """Steps and batches of evaluations, with waits so short that each is long; afterwards no thread is left."""
+    """Steps, batches and new tokens, with waits so short that each is long; afterwards no thread is left."""
     monkeypatch.setattr(waiting, "_FIRST", 1e-9)
     monkeypatch.setattr(waiting, "_BETWEEN", 1e-4)
     names = [f"step {number} on 8 cpu devices" for number in range(1, steps + 1)]
     names += ["batch 1 of 2 of an evaluation and its compilation on", "batch 2 of 2 of an evaluation on"]
     sizes = (f"steps={steps}", "batch_size=8", f"run_dir={tmp_path / 'run'}")
     moezoo.train(moezoo.compose("mesh=ep8", *tiny, *sizes))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waiting ")]
+    shown = capsys.readouterr().out
+    if steps:  # the commands that use its model say it too, beside their results
+        evaluate.main([sizes[-1]])
+        generate.continuations([sizes[-1], "prompt=1 2", "max_new_tokens=2"])
+        names += ["batch 2 of 2 on", "new tokens on"]
+        shown += capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if line.startswith("waiting ")]
     found = [any(name in line for line in lines) for name in names]
     assert all(found), list(itertools.compress(names, [not each for each in found]))
 
