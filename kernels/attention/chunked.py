@@ -107,7 +107,8 @@ def on_cpu(queries: Coordinates, keys: Coordinates, kv_heads: int, group: int, w
 
 
 def _of(operands: Operands) -> Blocks:
-    return on_cpu(operands.queries, operands.keys, *operands.q.shape[2:4], operands.window)
+    kv_heads, group = operands.q.shape[2:4]
+    return on_cpu(operands.queries, operands.keys, kv_heads, group, operands.window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,6 +18,8 @@ def configure(*arguments: str) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     """Load the model and print its loss."""
+    from jax.sharding import Mesh
+
     from moezoo.config.build import build_execution
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     use_cache(cfg.cache_dir, execution.mesh)
     rows = cfg.batch_size // execution.micro_batches
     compared = compare_strategies(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
+    assert isinstance(execution.mesh, Mesh)
     say = functools.partial(print, file=sys.stderr)
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
         say(line)
