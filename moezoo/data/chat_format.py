@@ -24,10 +24,7 @@ from moezoo.typed import show
 LossOn = Literal["assistant", "last", "each", "all"]
 # Two characters for private use, which no text may have: they stand around a block {% generation %}.
 _MARKS = ("\U0010fffc", "\U0010fffd")
-_BLOCK, _STRAY = (
-    re.compile("({}[^{}{}]*{})".format(_MARKS[0], *_MARKS, _MARKS[1])),
-    re.compile("[{}{}]".format(*_MARKS)),
-)
+_BLOCK = re.compile("({0}[^{0}{1}]*{1})".format(*_MARKS))
 _WORD, _ID = "Zqj", "000000000"  # a text that no template has, and the id of a call, as Mistral's templates want it
 _USER = {"role": "user", "content": "x"}
 _FUNCTION = {"name": "f", "arguments": {"x": _WORD}}
@@ -150,7 +147,7 @@ class ChatFormat:
         lines, shown, written = [], self._template.shown, "".join(self._template.texts.values())
         for fact, number in sorted(self._seen.items()):
             if fact == "arguments":
-                lines.append(f"{number:,} chats have the arguments of calls as text: {shown} fails with objects")
+                lines.append(f"{number:,} examples have the arguments of calls as text: {shown} fails with objects")
             elif (name := fact.removeprefix("key ")) not in written:
                 lines.append(f"key {show(name)} in {number:,} messages has no effect: {shown} does not read it")
         missing = missing_tokens(self._template, self._renderer.about(tools=False).names)

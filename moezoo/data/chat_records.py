@@ -50,7 +50,8 @@ class Chat(NamedTuple):
     def until(self, number: int) -> "Chat":
         """Return the chat up to message `number`, from 0."""
         calls = None if self.text_calls is None else self.text_calls[: number + 1]
-        return self._replace(messages=self.messages[: number + 1], text_calls=calls)
+        others = self.others if self.turns[:1] == [number] else ()  # of all examples of a chat in the first
+        return self._replace(messages=self.messages[: number + 1], others=others, text_calls=calls)
 
     def guarded(self, guard: Callable[[str], str]) -> "Chat":
         """Return the chat with every text replaced by `guard(text)` that the assistant has not written."""
