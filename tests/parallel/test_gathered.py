@@ -38,7 +38,11 @@ def test_it_stands_for_the_stack(dim):
 
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
 def test_experts_and_gradients_are_those_of_arrays(implementation):
-    """To the bit; of a kernel that reads matrices one by one, and of one that needs whole stacks."""
+    """Of a kernel that reads matrices one by one, and of one that needs whole stacks.
+
+    To the bit, but for gradients of matrices that are read one by one: sums over 6 rows, in an order that the compiler
+    chooses by the layout of the stack.
+    """
     tokens = jax.random.normal(KEYS[1], (6, 4))
     gates = jax.random.uniform(KEYS[2], (6, 2))
     rows = plan(jnp.asarray([[0, 2], [2, 0], [0, 2], [2, 0], [0, 2], [0, 2]], jnp.int32), 0, 3)  # group 1 is empty
@@ -55,8 +59,10 @@ def test_experts_and_gradients_are_those_of_arrays(implementation):
     value, (by_gate, by_up, by_down, by_gates) = of(gate, up, down, gates)
     same, (g, u, d, k) = of(moved(gate, 1), moved(up, 1), moved(down, 2), gates)
     whole = [x.materialise(jnp.float32) for x in (g, u, d)]
-    for one, other in zip((value, by_gate, by_up, by_down, by_gates), (same, *whole, k), strict=True):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal((value, *by_gates.ravel()), (same, *k.ravel()))
+    for one, other in zip((by_gate, by_up, by_down), whole, strict=True):
+        most = 6 * np.finfo(np.float32).eps * np.abs(other).max() if implementation == "blocked" else 0
+        np.testing.assert_allclose(one, other, rtol=0, atol=most)
 
 
 def test_experts_are_gathered_and_scattered_along_the_first_dimension():
