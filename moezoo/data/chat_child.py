@@ -17,13 +17,16 @@ from contextlib import suppress
 from typing import Any
 
 import jinja2
-from jinja2 import ext, meta, nodes, sandbox, utils
+from jinja2 import ext, meta, nodes, runtime, sandbox, utils
 from jinja2.exceptions import SecurityError
 
 _NAME = "<chat template>"
 _COUNTED = "moezoo_counted"  # the filter around what each loop goes through
 # JSON's escapes of a character of plane 16, which only moezoo puts into texts.
 _ESCAPED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
+
+
+_REPRESENTED = re.compile(r"\\U(0010[0-9a-f]{4})")
 
 
 class RefusalError(Exception):
@@ -80,6 +83,8 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
         self.steps.take(1)
+        if isinstance(obj, runtime.LoopContext) and arguments:  # a recursive loop
+            arguments = (self.steps.count(arguments[0]), *arguments[1:])
         return super().call(context, obj, *arguments, **named)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -176,7 +181,8 @@ class Chats:
             raise RefusalError("memory") from error
         except Exception as error:  # a template can raise whatever Python raises
             raise RefusalError("failed", text=_words(error), line=_line(error)) from error
-        return {"text": "".join(parts)}
+        # Python writes characters of plane 16 in a list or an object as escapes.
+        return {"text": _REPRESENTED.sub(lambda found: chr(int(found[1], 16)), "".join(parts))}
 
 
 def _find_printed(tree: nodes.Template) -> set[str]:

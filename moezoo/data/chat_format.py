@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import re
 import threading
@@ -13,9 +14,9 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from moezoo.data.chat_records import Chat
-from moezoo.data.chat_renderer import Renderer, RenderError
+from moezoo.data.chat_renderer import RefusedError, Renderer, RenderError
 from moezoo.data.chat_template import Template, missing_tokens
-from moezoo.data.chat_turns import Turns, UnclearTurnError, shared
+from moezoo.data.chat_turns import MARKS, Turns, UnclearTurnError, mark_messages, marked_message, shared
 from moezoo.data.guarded import Encoded, Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
 from moezoo.errors import UserError, nearest
@@ -148,11 +149,11 @@ class ChatFormat:
         for fact, number in sorted(self._seen.items()):
             if fact == "arguments":
                 lines.append(f"{number:,} examples have the arguments of calls as text: {shown} fails with objects")
-            elif (name := fact.removeprefix("key ")) not in written:
+            elif not re.search(rf"\b{re.escape(name := fact.removeprefix('key '))}\b", written):
                 lines.append(f"key {show(name)} in {number:,} messages has no effect: {shown} does not read it")
         missing = missing_tokens(self._template, self._renderer.about(tools=False).names)
         lines += [missing] if missing else []
-        with contextlib.suppress(UserError):  # a template may refuse such a chat
+        with contextlib.suppress(RefusedError):  # a template may refuse such a chat
             prompt, text = self._render(Chat([_USER], None, {}), prompt=True), self._render(self._probe(_WORD))
             if not text.startswith(prompt):
                 rest = json.dumps(prompt[max(0, len(shared([prompt, text])) - 30) :], ensure_ascii=False)
@@ -186,19 +187,23 @@ class ChatFormat:
 
     def _find_taken(self, role: str, given_parts: bool) -> bool:
         """Return whether the template gets the content of a role as parts."""
-        before: dict[str, list[dict[str, Any]]] = {"assistant": [_USER], "tool": [_USER, _CALL]}
-        after = [_USER] if role in ("system", "developer") else []
+        user, call = [_USER], [_USER, {**_CALL, "content": "x"}]
+        before: dict[str, list[dict[str, Any]]] = {"assistant": user, "tool": call}
+        after = user if role in ("system", "developer") else []
 
         def shows(content: Any) -> bool:
             message = {"role": role, "content": content, **({"tool_call_id": _ID} if role == "tool" else {})}
-            try:
-                text = self._render(Chat([*before.get(role, []), message, *after], None, {}))
-            except RenderError:
-                return False
-            return _WORD in text and not re.search(f"text['\"]: ['\"]{_WORD}", text)
+            for as_content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+                others = [{**each, "content": as_content(each["content"])} for each in before.get(role, [])]
+                for system in ([], [{"role": "system", "content": as_content("x")}]):
+                    with contextlib.suppress(RefusedError):  # a template may want the others so, or a system message
+                        text = self._render(Chat([*system, *others, message, *after], None, {})).lower()
+                        if _WORD.lower() in text and not re.search(f"text['\"]: ['\"]{_WORD.lower()}", text):
+                            return True
+            return False
 
         parts = [{"type": "text", "text": _WORD}]
-        return shows(parts) if given_parts else not shows(_WORD) and shows(parts)
+        return shows(parts) or not shows(_WORD) if given_parts else not shows(_WORD) and shows(parts)
 
     def _render(self, chat: Chat, **how: Any) -> str:
         asked = {"messages": chat.messages, "tools": chat.tools, "variables": chat.variables}
@@ -225,9 +230,9 @@ class ChatFormat:
             return [span for number in sorted(chat.excluded) for span in self._message_spans(chat, number, text)], ""
         wanted = chat.turns if loss_on == "assistant" else chat.turns[-1:]
         if self._renderer.about(tools=bool(chat.tools)).marked:
-            if loss_on == "assistant" and not chat.excluded:
-                return self._blocks(chat, text), ""
-            return [span for number in wanted for span in self._message_spans(chat, number, text)], ""
+            every = loss_on == "assistant" and not chat.excluded
+            found = self._find_blocks(chat, text, (None,) if every else (True, False))
+            return [span for span, owner in found if every or owner in wanted], ""
         turns, spans, closing = self._turns.find(chat, wanted, text), [], ""
         for number, turn in zip(wanted, turns, strict=True):
             end = self._end("tool_calls" in chat.messages[number])
@@ -239,18 +244,10 @@ class ChatFormat:
     def _message_spans(self, chat: Chat, number: int, text: str) -> list["_Span"]:
         """Return the parts of a text that a message has."""
         if chat.messages[number]["role"] != "assistant":
-            before, after = (self._render(chat.until(n)) if n >= 0 else "" for n in (number - 1, number))
-            if not (after.startswith(before) and text.startswith(after)):
-                raise UnclearTurnError(f"message {number + 1}, which is not trained, is not behind those before it")
-            return [_Span(len(before), len(after))]
-        if not self._renderer.about(tools=bool(chat.tools)).marked:
-            return [_Span(turn.begin, turn.end, True) for turn in self._turns.find(chat, [number], text)]
-        first, last = (
-            len(self._blocks(shorter, self._render(shorter))) if n >= 0 else 0
-            for n in (number - 1, number)
-            for shorter in [chat.until(n)]
-        )
-        return self._blocks(chat, text)[first:last]
+            return [_Span(*self._turns.of_other(chat, number, text))]
+        if self._renderer.about(tools=bool(chat.tools)).marked:
+            return [span for span, owner in self._find_blocks(chat, text, (True, False)) if owner == number]
+        return [_Span(turn.begin, turn.end, True) for turn in self._turns.find(chat, [number], text)]
 
     def check_variables(self, names: Iterable[str]) -> None:
         """Raise `UserError` unless the template has every one of these words, which are its variables."""
@@ -261,17 +258,26 @@ class ChatFormat:
                 advice = near if near.startswith("did") else "leave it out"
                 raise UserError(f"template.{name}: {self._template.shown} has no such variable; {advice}")
 
-    def _blocks(self, chat: Chat, text: str) -> list["_Span"]:
-        """Return the parts of a text that blocks `{% generation %}` have made."""
-        for within in (False, True):  # a filter around a block may trim its white space, but no mark
-            found, plain = [], ""
-            for part in _BLOCK.split(self._render(chat, marks=_MARKS, within=within)):
-                if _BLOCK.fullmatch(part):
-                    part = part[1:-1]
-                    found.append(_Span(len(plain), len(plain) + len(part)))
-                plain += part
+    def _find_blocks(self, chat: Chat, text: str, marking: Sequence[bool | None]) -> list[tuple["_Span", int]]:
+        """Return the parts of a text that blocks `{% generation %}` have made, each with the number of its message.
+
+        It is the message of which a block has a text, or else the one whose text stands before it. `marking` are ways
+        to find out, as `empty` of `mark_messages`; None does not.
+        """
+        # A filter around a block may trim its white space, but no mark; some templates ask whether a content is empty.
+        for within, empty in itertools.product((False, True), marking):
+            marked = chat.messages if empty is None else mark_messages(chat.messages, empty=empty)
+            found, plain, owner = [], "", 0
+            for part in _BLOCK.split(self._render(chat._replace(messages=marked), marks=_MARKS, within=within)):
+                numbers, bare = (
+                    list(map(marked_message, MARKS.findall(part))),
+                    MARKS.sub("", part.strip("".join(_MARKS))),
+                )
+                if _BLOCK.fullmatch(part) and bare:
+                    found.append((_Span(len(plain), len(plain) + len(bare)), numbers[0] if numbers else owner))
+                plain, owner = plain + bare, numbers[-1] if numbers else owner
             if plain == text:
-                return [span for span in found if span.begin < span.end]
+                return found
         why = "a block {% generation %} is inside another, cut, or in a filter that changes more than white space"
         raise UserError(f"{self._template.shown} fails for this chat ({why}); correct one of them")
 
@@ -284,7 +290,7 @@ class ChatFormat:
             chats = [self._guard(Chat([_USER, _CALL, *after], None, {})) for after in ([], [result])]
         try:
             text, whole = map(self._render, chats)
-        except UserError:  # a template may refuse such a chat
+        except RefusedError:  # a template may refuse such a chat
             return _End()
         begin, found = text.rfind(_WORD) + len(_WORD), self._guarded.encode(text)
         inside = found.ids[found.special & (found.begins >= begin)].tolist()

@@ -142,10 +142,14 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     calls = message.get("tool_calls", [])
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
-    name = next((name for name in THOUGHTS if name in message), "")
-    thoughts = message.get(name)
-    if not (thoughts is None or isinstance(thoughts, str)):
-        raise UserError(f"{where}: {name} is {kind(thoughts)}, expected a string; correct it")
+    for name in THOUGHTS:
+        if not isinstance(message.get(name, ""), str):
+            raise UserError(f"{where}: {name} is {kind(message[name])}, expected a string; correct it")
+    if wrong := [call for call in calls if not isinstance(call.get("function", {}), dict)]:
+        raise UserError(
+            f"{where}: the function of a call is {kind(wrong[0]['function'])}, expected an object; correct it"
+        )
+    thoughts = next((message[name] for name in THOUGHTS if name in message), None)
     if thoughts is not None:
         message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
     if "content" not in message:

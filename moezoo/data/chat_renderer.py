@@ -32,6 +32,10 @@ class RenderError(UserError):
         self.fault = fault
 
 
+class RefusedError(RenderError):
+    """A template refuses a chat, or fails for it."""
+
+
 class About(NamedTuple):
     """A template, read: whether it has blocks `{% generation %}`, and the variables that it takes as given."""
 
@@ -93,8 +97,9 @@ class Renderer:
 
         Raises:
             UserError: The template is damaged.
-            RenderError: It refuses the chat, fails, reaches for what the sandbox has not, or needs too much time, text
-                or memory; or its process has ended.
+            RefusedError: It refuses the chat, or fails.
+            RenderError: It reaches for what the sandbox has not, or needs too much time, text or memory; or its process
+                has ended.
         """
         child = self._take()
         answer = child.ask(request)
@@ -102,7 +107,8 @@ class Renderer:
             with self._lock:
                 self._idle.append(child)
         if "fault" in answer:
-            raise RenderError(self._explain(answer), answer["fault"])
+            kind = RefusedError if answer["fault"] in ("failed", "raised") else RenderError
+            raise kind(self._explain(answer), answer["fault"])
         return answer["text"]
 
     def _take(self) -> "_Child":

@@ -12,15 +12,17 @@ once more, with a mark in each message, and finds the pattern of each turn in a 
 that the text does not have in this pattern is looked for in renderings of the chat's beginning.
 """
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from moezoo.data.chat_records import THOUGHTS, Chat
+from moezoo.data.chat_renderer import RefusedError
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -37,7 +39,7 @@ class RenderChat(Protocol):
 
 # The characters of marks: plane 16 has no text, and the stand-ins of `guarded` are behind these.
 _MARK, _MOST_MARKS = 0x100000, 0xFF00
-_MARKS = re.compile(f"[{chr(_MARK)}-{chr(_MARK + _MOST_MARKS - 1)}]")
+MARKS = re.compile(f"[{chr(_MARK)}-{chr(_MARK + _MOST_MARKS - 1)}]")
 # How much of two texts that differ is shown, on each side of the first difference.
 _AROUND = 30
 _ID = "000000000"  # of a call of a tool, as Mistral's templates want it
@@ -95,7 +97,8 @@ class Turns:
         """Return the turns of the messages `numbers`, from 0, of a chat whose text is `text`.
 
         Raises:
-            UnclearTurnError: The text does not begin with that of the messages up to a turn, or a turn has no header.
+            UnclearTurnError: The text does not begin with that of the messages up to a turn; a turn has no header, or
+                the text of another message.
             UserError: The template does not render the beginning of the chat.
         """
         if not numbers:
@@ -110,21 +113,33 @@ class Turns:
             turn = turn or _find_turn(messages, number, text, render)
             if turn.end == len(text):
                 turn = turn._replace(end=len(text.removesuffix(self._always)))
+            check_alone(number, turn.begin, turn.end, places)
             found.append(turn)
         return found
 
     @functools.cached_property
     def _always(self) -> str:
         """The beginning of an answer, of a template that writes it behind every chat, also where none is asked for."""
-        user, answer = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+        user, answer = ({"role": role, "content": f"{role[0]}Zqj"} for role in ("user", "assistant"))
         try:
-            asked, *ended = (self._render(Chat(c, None, {}), prompt=p) for c, p in (([user], True), ([user], False)))
-            ended.append(self._render(Chat([user, answer], None, {}), prompt=False))
-        except UserError:
+            texts = [self._render(Chat([user], None, {}), prompt=prompt) for prompt in (True, False)]
+            texts.append(self._render(Chat([user, answer], None, {}), prompt=False))
+        except RefusedError:
             return ""
-        behind = shared([text[::-1] for text in (asked, *ended)])[::-1]
-        # Its first tag ends both turns.
-        return behind[found.end() :] if (found := re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)) else ""
+        behind = shared([text[::-1] for text in texts])[::-1]
+        # Its first tag ends both turns; what follows stands before the answer too.
+        found = re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)
+        always = behind[found.end() :] if found else ""
+        return always if texts[2].partition(answer["content"])[0].endswith(always) else ""
+
+    def of_other(self, chat: Chat, number: int, text: str) -> Turn:
+        """Return the part of a text that a message of another role than the assistant adds. Raises as `find`."""
+        render = self._render_messages(chat)
+        before, after = (render(chat.messages[:until], False) if until else "" for until in (number, number + 1))
+        if not (after.startswith(before) and text.startswith(after)):
+            raise _unclear(f"the chat up to message {number + 1} ends with", after, "the whole has", text, " there")
+        check_alone(number, len(before), len(after), _find_places(chat.messages, text, render))
+        return Turn(len(before), len(after))
 
     def _render_messages(self, chat: Chat) -> Render:
         def render(messages: Sequence[Message], prompt: bool) -> str:
@@ -150,8 +165,15 @@ def _find_turn(messages: Sequence[Message], number: int, text: str, render: Rend
 
 def _find_begin(before: Sequence[Message], message: Message, with_turn: str, render: Render) -> int:
     """Return where the turn of a message begins in its text."""
-    prompted = render(before, True)
-    if with_turn.startswith(prompted):
+    try:
+        prompted = render(before, True)
+    except RefusedError:
+        if before:
+            raise
+        raise UnclearTurnError(
+            "the chat begins with a message of the assistant; leave it out, or set its weight to 0"
+        ) from None
+    if with_turn.startswith(prompted) and render([*before, _stand_in(message, "x")], False).startswith(prompted):
         return len(prompted)
     kinds = ({}, {name: "" for name in THOUGHTS[:2]}, {"tool_calls": [{"type": "function", "function": {"name": ""}}]})
     others = [{"role": "assistant", "content": "" if "tool_calls" in kind else "a", **kind} for kind in kinds]
@@ -159,7 +181,7 @@ def _find_begin(before: Sequence[Message], message: Message, with_turn: str, ren
     for other, word in itertools.product([message, *others], ("x", "y")):
         try:
             texts.append(render([*before, _stand_in(other, word, full=True)], False))
-        except UserError:  # no template has all of these
+        except RefusedError:  # no template has all of these
             if other is message:
                 raise
     header, same = _common(texts), _common([prompted, *texts[:2]])
@@ -182,17 +204,15 @@ def shared(texts: Sequence[str]) -> str:
 
 def _find_places(messages: Sequence[Message], text: str, render: Render) -> dict[int, _Place]:
     """Return where messages have their first text; none where marks in the messages change what is written."""
-    if 3 * len(messages) > _MOST_MARKS:
-        return {}
-    try:
-        marked = render([_mark(message, number) for number, message in enumerate(messages)], False)
-    except UserError:
-        return {}
-    if not text.startswith(_MARKS.sub("", marked)):
+    for empty in (True, False):
+        with contextlib.suppress(RefusedError):
+            if text.startswith(MARKS.sub("", marked := render(mark_messages(messages, empty=empty), False))):
+                break
+    else:
         return {}
     places: dict[int, _Place] = {}
-    for before, mark in enumerate(_MARKS.finditer(marked)):
-        number, field = divmod(ord(mark[0]) - _MARK, 3)
+    for before, mark in enumerate(MARKS.finditer(marked)):
+        number, field = marked_message(mark[0]), (ord(mark[0]) - _MARK) % 3
         places.setdefault(number, _Place(mark.start() - before, field, _find_space(messages[number], field)))
     return places
 
@@ -204,14 +224,36 @@ def _find_space(message: Message, field: int) -> str:
     return texts[0][: len(texts[0]) - len(texts[0].lstrip())]
 
 
-def _mark(message: Message, number: int) -> Message:
-    """Return a message with a mark before the first character of each of its texts that is no white space."""
+def mark_messages(messages: Sequence[Message], *, empty: bool) -> list[Message]:
+    """Return messages with a mark before the first character of each text that is no white space.
 
-    def change(text: str, field: int) -> str:
-        at = len(text) - len(text.lstrip())
-        return f"{text[:at]}{chr(_MARK + 3 * number + field)}{text[at:]}" if at < len(text) else text
+    With `empty`, contents of white space alone have one too. A chat of more messages than there are marks has none.
+    """
 
-    return _change_texts(message, change)
+    def mark(number: int, message: Message) -> Message:
+        def change(text: str, field: int) -> str:
+            at = len(text) - len(text.lstrip())
+            if at == len(text) and not (empty and field == 1):
+                return text
+            return f"{text[:at]}{chr(_MARK + 3 * number + field)}{text[at:]}"
+
+        return _change_texts(message, change)
+
+    few = 3 * len(messages) <= _MOST_MARKS
+    return [mark(number, message) if few else message for number, message in enumerate(messages)]
+
+
+def marked_message(mark: str) -> int:
+    """Return the number of the message that a mark is in."""
+    return (ord(mark) - _MARK) // 3
+
+
+def check_alone(number: int, begin: int, end: int, places: Mapping[int, _Place]) -> None:
+    """Raise `UnclearTurnError` if the part [begin, end) of a text, of message `number`, has the text of another one."""
+    for other, place in places.items():
+        if (inside := begin <= place.at < end) != (other == number):
+            found = f"that of message {other + 1}" if inside else "not its own text"
+            raise UnclearTurnError(f"what message {number + 1} adds has {found}")
 
 
 def _stand_in(message: Message, word: str, *, full: bool = False) -> Message:
@@ -271,7 +313,7 @@ def _find_pattern(number: int, chat: Sequence[Message], render: Render) -> _Patt
             if after is None or not whole.startswith(text):
                 return None
             tail = whole[len(text) : after.at]
-    except UserError:
+    except (RefusedError, UnclearTurnError):
         return None
     place = places.get(number)
     if place is None or place.at < begin:

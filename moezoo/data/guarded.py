@@ -25,6 +25,7 @@ from moezoo.errors import UserError
 from moezoo.typed import show
 
 _CODE, _STAND_IN, _END = 0x100000, 0x10FF00, 0x10FFF0
+_NOT_TEXT = re.compile(f"[{chr(_CODE)}-{chr(_STAND_IN - 1)}{chr(_END)}-\U0010ffff]")
 
 
 class Encoded(NamedTuple):
@@ -103,6 +104,9 @@ class Guarded:
 
         Raises `UserError` for text that the tokenizer refuses, or reads as a special token.
         """
+
+        if found := _NOT_TEXT.search(text):
+            raise UserError(f"the template writes the private character U+{ord(found[0]):04X}; give another template")
 
         def code(found: re.Match[str]) -> str:
             return self._codes.get(found[0], "") * len(found[0]) or found[0]

@@ -261,8 +261,12 @@ BAD = [
     ),
     ({"messages": None, "prompt": "Hi"}, "messages is null, not an array of messages; set data.field"),
     (
-        {"messages": [{"role": "assistant", "content": "a", "reasoning": [{"text": "b"}]}]},
+        {"messages": [{"role": "assistant", "content": "a", "thinking": "b", "reasoning": [{"text": "b"}]}]},
         "message 1: reasoning is an array, expected a string; correct it",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": "f"}]}]},
+        "message 1: the function of a call is a string, expected an object; correct it",
     ),
     (
         {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
@@ -310,6 +314,10 @@ BAD_TEMPLATES = [
     ),
     (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "rendering it by T takes more than 100,000 steps",
+    ),
+    (
+        "{% for x in [1] recursive %}{% if loop.depth0 < 3 %}{{ loop(range(999)) }}{% endif %}{% endfor %}",
         "rendering it by T takes more than 100,000 steps",
     ),
     (
@@ -412,12 +420,14 @@ def test_a_prompt_that_finished_turns_do_not_have(tags, kind):
     text, expected, prompt = HEADERS[kind]
     thoughts = {"role": "assistant", "reasoning_content": "well", "content": "b"}
     messages = [{"role": "user", "content": "a"}, thoughts, *({"role": r, "content": c} for r, c in PAIR)]
-    with ChatFormat(template(text), tags, DATE) as chats:
-        assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == expected
-        for answer in ("[T]", "\n", "<", " "):
-            chat = read_chat({"prompt": "a", "completion": f"{answer}d"})
-            last = expected.rsplit("⟦", 1)[1].replace("d", f"{answer}d", 1)
-            assert table(chats.encode(chat, "assistant")).endswith("⟦" + last)
+    with ChatFormat(template(text), tags, DATE) as chats, pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == expected
+            for answer in ("[T]", "[T]\n", "\n", "<", " "):
+                chat = read_chat({"prompt": "a", "completion": f"{answer}d"})
+                last = expected.rsplit("⟦", 1)[1].replace("d", f"{answer}d", 1)
+                assert table(chats.encode(chat, "assistant")).endswith("⟦" + last)
+            patch.setattr(chat_turns, "_fit", lambda *_: None)  # from the beginnings of the chat
         (end,) = chats.ends()
         assert tags.token_text(end) == ("<user>" if "next role" in kind else "</e>")
         notes = [f'generate begins an answer behind "{prompt}", which finished turns do not have'] if prompt else []
@@ -425,6 +435,40 @@ def test_a_prompt_that_finished_turns_do_not_have(tags, kind):
 
 
 PAIR = (("user", "c"), ("assistant", "d"))
+
+
+def test_a_turn_with_the_text_of_another_message_is_refused(tags):
+    """Of templates that write messages in another order; also a message that `all` is to leave out."""
+    system, *chat = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), *PAIR[1:])]
+    backwards = TURNS.replace("messages", "messages | reverse") + "{{ m.content }}</e>{% endfor %}<assistant>"
+    later = "{% for m in messages[1:] %}{{ m.content }}{{ messages[0].content if loop.first }}</e>{% endfor %}"
+    for text, messages, loss_on in ((backwards, chat, "last"), (later, [system | {"weight": 0}, *chat], "all")):
+        with (
+            ChatFormat(template(text), tags, DATE) as chats,
+            refused("T does not show which text is the assistant's: "),
+        ):
+            chats.encode(read_chat({"messages": messages}), loss_on)
+    first = "{{ messages[0].content[:0] }}" + TURNS + "{{ m.content }}{% endfor %}"
+    begins = refused(
+        "T does not show which text is the assistant's: the chat begins with a message of the assistant; le"
+    )
+    with ChatFormat(template(first), tags, DATE) as chats, begins:
+        chats.encode(read_chat({"messages": chat[1:]}), "assistant")
+
+
+def test_blocks_of_a_message_that_is_excluded():
+    """A block is of the message whose text it has, or else of the one before; empty ones, and an end for the last."""
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}<{{ m.content }}>{% endif %}{% if loop.last %}{% generation %}</e>{% endgeneration %}{% endif %}"
+        "{% endfor %}"
+    )
+    roles = ("assistant", "user", "assistant", "assistant")
+    for excluded, expected in (({0}, "0<1>⟦2⟧⟦3⟧⟦</e>⟧"), ({3}, "⟦0⟧<1>⟦2⟧3</e>"), ({0, 2}, "0<1>2⟦3⟧⟦</e>⟧")):
+        messages = [{"role": r, "content": str(n), "weight": int(n not in excluded)} for n, r in enumerate(roles)]
+        with ChatFormat(template(text), Bytes(), DATE) as chats:
+            found = table(chats.encode(read_chat({"messages": messages}), "assistant"))
+            assert found.replace("⟧⟦", "") == expected.replace("⟧⟦", "")
 
 
 def test_turns_are_found_in_few_renderings(formats):
@@ -473,6 +517,18 @@ def test_contents_in_the_form_that_a_template_takes():
         with ChatFormat(template(text), Bytes(), DATE) as chats:
             chat = read_chat({"messages": [{"role": role, "content": content} for role in ("user", "assistant")]})
             assert table(chats.encode(chat, "assistant")) == f"<user>{expected}⟦<assistant>{expected}⟧"
+
+
+def test_stand_ins_in_what_python_writes_of_a_list(formats):
+    """A template may print a list of a user's texts as Python does."""
+    with ChatFormat(
+        template("{{ tools[0].enum }}{{ messages[0].content }}"), formats["qwen"]._tokenizer, DATE
+    ) as chats:
+        chat = read_chat({"messages": PLAIN[1:2], "tools": [{"enum": ["<", "a"]}]})
+        assert chats.encode(chat, "all").text == "['<', 'a'] Hi\n"
+    private = refused("the template writes the private character U+100001; give another template")
+    with ChatFormat(template("{{ '\U00100001' }}"), formats["qwen"]._tokenizer, DATE) as chats, private:
+        chats.encode(CHAT, "all")
 
 
 def test_a_filter_around_a_block():

@@ -139,7 +139,7 @@ def test_a_folder_of_it_has_the_same_tensors(start, folders, tmp_path, like):
         np.testing.assert_array_equal(tensor, after[name])
         assert tensor.dtype == after[name].dtype
     assert (tmp_path / "hub" / "tokenizer.json").read_bytes() == (folders.wide / "tokenizer.json").read_bytes()
-    assert (tmp_path / "hub" / "generation_config.json").exists() == like
+    assert (tmp_path / "hub" / "generation_config.json").exists()
     assert end_of_text(tmp_path / "hub") == ([7, 1] if like else [7])  # the data have the first of the folder's
 
 
