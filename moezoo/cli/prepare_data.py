@@ -75,7 +75,7 @@ def _print_chat(keys: Keys) -> None:
     try:
         examples = chat.encode_line(keys.number)
     except UserError as error:  # training has these keys in its section `data`
-        raise UserError(re.sub(r"\bdata\.(template|tokenizer)=", r"\1=", str(error))) from error
+        raise UserError(re.sub(r"\bdata\.(template|tokenizer|loss_on)=", r"\1=", str(error))) from error
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
     for encoded in examples:

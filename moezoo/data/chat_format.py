@@ -148,9 +148,13 @@ class ChatFormat:
         lines, shown, written = [], self._template.shown, "".join(self._template.texts.values())
         for fact, number in sorted(self._seen.items()):
             if fact == "arguments":
-                lines.append(f"{number:,} examples have the arguments of calls as text: {shown} fails with objects")
+                lines.append(
+                    f"{_counted(number, 'example')} with the arguments of calls as text: {shown} fails with objects"
+                )
             elif not re.search(rf"\b{re.escape(name := fact.removeprefix('key '))}\b", written):
-                lines.append(f"key {show(name)} in {number:,} messages has no effect: {shown} does not read it")
+                lines.append(
+                    f"key {show(name)} in {_counted(number, 'message')} has no effect: {shown} does not read it"
+                )
         missing = missing_tokens(self._template, self._renderer.about(tools=False).names)
         lines += [missing] if missing else []
         with contextlib.suppress(RefusedError):  # a template may refuse such a chat
@@ -159,7 +163,7 @@ class ChatFormat:
                 rest = json.dumps(prompt[max(0, len(shared([prompt, text])) - 30) :], ensure_ascii=False)
                 lines.append(f"generate begins an answer behind {show(rest)}, which finished turns do not have")
         if isinstance(self._tokenizer, HuggingFace) and not self.ends():
-            lines.append(f"{shown} writes no special token after an answer: set data.end_token, or answers do not end")
+            lines.append(f"{shown} writes no special token after an answer, so answers do not end; write one there")
         return lines
 
     def _count(self, *facts: str) -> None:
@@ -326,6 +330,10 @@ class _End(NamedTuple):
 
     token: int | None = None
     closing: str = ""
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _extend(span: _Span, text: str, found: Encoded) -> tuple[int, int]:

@@ -499,7 +499,7 @@ def test_arguments_of_calls_in_the_form_that_a_template_takes():
         messages = [WITH_TOOL[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
         with ChatFormat(template(text.replace("ARGUMENTS", arguments)), Bytes(), DATE) as chats:
             assert table(chats.encode(read_chat({"messages": messages}), "assistant")) == f"1+2?⟦<{expected}>⟧"
-            notes = ["1 examples have the arguments of calls as text: T fails with objects"]
+            notes = ["1 example with the arguments of calls as text: T fails with objects"]
             assert chats.notes() == (notes if "+" in arguments else [])
 
 
