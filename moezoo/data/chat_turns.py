@@ -124,13 +124,13 @@ class Turns:
         try:
             texts = [self._render(Chat([user], None, {}), prompt=prompt) for prompt in (True, False)]
             texts.append(self._render(Chat([user, answer], None, {}), prompt=False))
+            longer = self._render(Chat([user, answer, user], None, {}), prompt=False)
         except RefusedError:
             return ""
         behind = shared([text[::-1] for text in texts])[::-1]
-        # Its first tag ends both turns; what follows stands before the answer too.
+        # Its first tag ends both turns; what follows gives way to the next message.
         found = re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)
-        always = behind[found.end() :] if found else ""
-        return always if texts[2].partition(answer["content"])[0].endswith(always) else ""
+        return behind[found.end() :] if found and not longer.startswith(texts[2]) else ""
 
     def of_other(self, chat: Chat, number: int, text: str) -> Turn:
         """Return the part of a text that a message of another role than the assistant adds. Raises as `find`."""

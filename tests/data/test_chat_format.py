@@ -394,6 +394,11 @@ HEADERS = {
         "<user>a</e><assistant>⟦b</e>⟧<user>c</e><assistant>⟦d</e>⟧<assistant>",
         None,
     ),
+    "two tags end a turn": (
+        TURNS + "{{ m.content }}</e><user>{% endfor %}",
+        "<user>a</e><user>⟦<assistant>b</e><user>⟧<user>c</e><user>⟦<assistant>d</e><user>⟧",  # it ignores the prompt
+        None,
+    ),
     "the next role's token ends a turn": (
         TURNS + "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
         "<user>a<assistant>⟦b<user>⟧c<assistant>⟦d<user>⟧",
