@@ -310,9 +310,10 @@ def _find_pattern(number: int, chat: Sequence[Message], render: Render) -> _Patt
         if len(chat) > number + 1:
             whole = render(chat, False)
             after = _find_places(chat, whole, render).get(number + 1)
-            if after is None or not whole.startswith(text):
+            turn = text if whole.startswith(text) else text.rstrip()  # some templates end a chat in white space
+            if after is None or not whole.startswith(turn):
                 return None
-            tail = whole[len(text) : after.at]
+            tail = whole[len(turn) : after.at]
     except (RefusedError, UnclearTurnError):
         return None
     place = places.get(number)

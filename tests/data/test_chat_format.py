@@ -394,6 +394,11 @@ HEADERS = {
         "<user>a</e><assistant>⟦b</e>⟧<user>c</e><assistant>⟦d</e>⟧<assistant>",
         None,
     ),
+    "white space behind the chat": (
+        TURNS + "{{ m.content }}</e>{% endfor %}{{ '\n' }}{% if add_generation_prompt %}<assistant>{% endif %}",
+        "<user>a</e><assistant>⟦b</e>⟧<user>c</e><assistant>⟦d</e>⟧\n",
+        "<user>x</e>\\n<assistant>",
+    ),
     "two tags end a turn": (
         TURNS + "{{ m.content }}</e><user>{% endfor %}",
         "<user>a</e><user>⟦<assistant>b</e><user>⟧<user>c</e><user>⟦<assistant>d</e><user>⟧",  # it ignores the prompt
