@@ -38,6 +38,7 @@ class Keys:
     loss_on: Literal["assistant", "last", "each", "all"] = key(
         "with chat: which tokens are predicted, as data.loss_on", "assistant|last|each|all", default="assistant"
     )
+    field: str = key("with chat: the key of the messages, as data.field", "NAME", default="messages")
     number: int = key("with chat: the number of the chat in the file", default=1, valid=Range(at_least=1))
 
     def __post_init__(self):
@@ -71,11 +72,11 @@ def _print_chat(keys: Keys) -> None:
         if not os.path.isdir(os.path.expanduser(keys.folder)):
             raise UserError(f"{show(f'folder={keys.folder}')} is no folder; name one with tokenizer.json")
         tokenizer = tokenizer or str(Path(keys.folder) / "tokenizer.json")
-    chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on)
+    chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on, field=keys.field)
     try:
         examples = chat.encode_line(keys.number)
     except UserError as error:  # training has these keys in its section `data`
-        raise UserError(re.sub(r"\bdata\.(template|tokenizer|loss_on)=", r"\1=", str(error))) from error
+        raise UserError(re.sub(r"\bdata\.(template|tokenizer|loss_on|field)\b", r"\1", str(error))) from error
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
     for encoded in examples:

@@ -289,14 +289,17 @@ def _change_call(call: Message, change: Callable[[str, int], str]) -> Message:
 
 
 def _window(messages: Sequence[Message], number: int) -> tuple[int, list[Message]]:
-    """Return a chat of stand-ins that has a message between its neighbours, and the number of the message there."""
+    """Return a chat of stand-ins that has a message between its neighbours, and the number of the message there.
+
+    Behind the next message it has another, since templates write the last one differently.
+    """
     first = max(number - 1, 0)
     while first and messages[first]["role"] == "tool":
         first -= 1
     before = [messages[0]] if first and messages[0]["role"] in ("system", "developer") else []
     if first < number and messages[first]["role"] == "assistant":  # most templates want a user first
         before.append({"role": "user", "content": "x"})
-    chat = [_stand_in(message, "x") for message in (*before, *messages[first : number + 2])]
+    chat = [_stand_in(message, "x") for message in (*before, *messages[first : number + 3])]
     return len(before) + number - first, chat
 
 

@@ -288,6 +288,10 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
         ([f"chat={path}", "out=x.npy"], f"chat={path} prints a chat, and writes no file; leave path and out out"),
         (["out=x.npy"], "path is missing; write path=FILE_OR_FOLDER: a UTF-8 text file"),
         ([f"chat={write(tmp_path / 'b.jsonl', [{}])}", f"folder={folder}"], f"chat={tmp_path}/b.jsonl line 1: neither"),
+        (
+            [f"chat={path}", f"folder={folder}", "field=talk"],
+            f"chat={path} line 1: neither talk nor prompt and completion",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             prepare_data(arguments)

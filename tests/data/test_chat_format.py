@@ -4,6 +4,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_styles import CASES, HARMONY, MARKED, PLAIN, QWEN, STYLES, THINKING, WITH_TOOL, save_tokenizer
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers_of_kinds import IN_VOCABULARY, special_in_vocabulary
 
 from moezoo.data import chat_renderer, chat_turns
-from moezoo.data.chat_format import ChatFormat, EncodedChat
+from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import Chat, read_chat
 from moezoo.data.chat_template import Template
 from moezoo.data.guarded import Guarded
@@ -452,7 +453,9 @@ def test_a_turn_with_the_text_of_another_message_is_refused(tags):
     system, *chat = [{"role": role, "content": text} for role, text in (("system", "s"), ("user", "u"), *PAIR[1:])]
     backwards = TURNS.replace("messages", "messages | reverse") + "{{ m.content }}</e>{% endfor %}<assistant>"
     later = "{% for m in messages[1:] %}{{ m.content }}{{ messages[0].content if loop.first }}</e>{% endfor %}"
-    for text, messages, loss_on in ((backwards, chat, "last"), (later, [system | {"weight": 0}, *chat], "all")):
+    cases: list[tuple[str, list[Any], LossOn]]
+    cases = [(backwards, chat, "last"), (later, [system | {"weight": 0}, *chat], "all")]
+    for text, messages, loss_on in cases:
         with (
             ChatFormat(template(text), tags, DATE) as chats,
             refused("T does not show which text is the assistant's: "),
