@@ -97,7 +97,7 @@ def searched(words: Sequence[str], where: Slice, call: CallName) -> Iterator[tup
     """Yield the overrides of layouts that divide all sizes, those that usually suit first.
 
     Rules take turns. Each has its meshes by the devices that share a layer's width or a sequence, few first, then by
-    how far the expert axis is from 8. Tokens or weights move (`ragged`, `gather`). None has pipeline
+    how far the expert axis is from 8. Tokens or weights move (`ragged`, on GPUs `ring`; `gather`). None has pipeline
     stages (`limits_of`): what they gain depends on settings that a search does not try.
     """
     turns = [_of_rules((*words, f"rules={name}"), where, call) for name in _TRAINING if call in ("train", "evaluate")]
@@ -118,7 +118,8 @@ def _of_rules(words: tuple[str, ...], where: Slice, call: CallName) -> Iterator[
     order = lambda each: (each["tensor"] * each["context"], each["data"], abs(math.log2(each["expert"] / 8)))  # noqa: E731
     for mesh in sorted(usual, key=order):
         sizes = tuple(f"mesh.{axis}={mesh[axis]}" for axis in AXES if mesh[axis] > 1)
-        strategies = ("ragged", "gather") if mesh["expert"] * mesh["context"] > 1 else ("gather",)
+        tokens_move = "ring" if where.chip.is_gpu else "ragged"
+        strategies = (tokens_move, "gather") if mesh["expert"] * mesh["context"] > 1 else ("gather",)
         for strategy in strategies:
             yield (*words, *sizes, f"dispatch={strategy}")
 

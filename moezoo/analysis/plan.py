@@ -26,8 +26,8 @@ from moezoo.config.settings import TrainConfig
 from moezoo.config.splits import divisors
 from moezoo.errors import UserError
 from moezoo.host import in_gib
-from moezoo.moe.dispatch import Dispatch
-from moezoo.parallel.kernels import Target
+from moezoo.parallel.dispatch import Dispatch
+from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import CallName
 
@@ -42,6 +42,7 @@ class PlanRow(NamedTuple):
         dispatch: The strategy; for `auto` also the one that it chooses.
         fits: Whether the peak of memory is at most what a device has: the compiler's where it is known.
         reason: Why it does not fit or cannot be laid out, and what would help; empty if it fits.
+        caution: Why a run there is refused as things are, and what to do; empty if it is not.
         bytes_per_device: The peak of the memory model.
         hbm_bytes: What a device has.
         memory: What is held at the peak -> bytes.
@@ -83,6 +84,7 @@ class PlanRow(NamedTuple):
     tokens_per_second_per_device: float | None = None
     utilisation: float | None = None
     bubble: float | None = None
+    caution: str = ""
 
 
 def target_of(where: Slice) -> Target:
@@ -102,7 +104,7 @@ def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, le
     words = tuple(words)
     try:
         cfg = compose(*words)
-        row = _laid_out(words, cfg, where, call)
+        cfg, row = _laid_out(words, cfg, where, call)
         return row if least and not row.fits else _timed(row, cfg, where, call)
     except UserError as error:
         return refused(words, where, str(error))
@@ -132,25 +134,24 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
     return stored, split, inner, str(cfg.dispatch) if group.size > 1 else ""
 
 
-def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
+def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: CallName) -> tuple[TrainConfig, PlanRow]:
+    """Return the configuration with the strategy that it chooses on the slice, and its row."""
+    name, mesh = path_of(type(cfg.dispatch)), mesh_for(cfg.mesh, target_of(where))
+    if not isinstance(cfg.dispatch, Dispatch):
+        cfg = dataclasses.replace(cfg, dispatch=CALLS[call](cfg, blueprint_on(cfg), mesh).execution.strategy)
+        name += f": {path_of(type(cfg.dispatch))}"
+    group = build_execution(cfg, mesh, batches="any").expert_group(cfg.model.experts)
     found, have = footprint(cfg, call, target=target_of(where)), where.chip.hbm_bytes
     mesh = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     held: dict[str, int] = {}
     for term in found.terms:
         held[term.name] = held.get(term.name, 0) + term.bytes
-    row = PlanRow(words, mesh, cfg.rules.name, _strategy(cfg, call), found.peak <= have, "", have)
+    row = PlanRow(words, mesh, cfg.rules.name, name, found.peak <= have, "", have)
     row = row._replace(bytes_per_device=found.peak, memory=held, moment=found.moment)
+    row = row._replace(caution=cfg.dispatch.refusal(group) or "")
     if (stages := cfg.mesh.stage) > 1 and call in ("train", "evaluate"):
         row = row._replace(bubble=cfg.execution.pipeline.bubble(stages))
-    return row if row.fits else row._replace(reason=_shortage(found, have))
-
-
-def _strategy(cfg: TrainConfig, call: CallName) -> str:
-    """Return the name of the strategy, and of the one that it chooses."""
-    name = path_of(type(cfg.dispatch))
-    if isinstance(cfg.dispatch, Dispatch):
-        return name
-    return f"{name}: {path_of(type(CALLS[call](cfg, blueprint_on(cfg)).execution.strategy))}"
+    return cfg, row if row.fits else row._replace(reason=_shortage(found, have))
 
 
 def _shortage(found: Footprint, have: int) -> str:
@@ -241,14 +242,14 @@ def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
 
 
 def sort(rows: Sequence[PlanRow]) -> list[PlanRow]:
-    """Return the rows that fit, the fastest first, then the others.
+    """Return the rows that fit, those without caution first, and of these the fastest, then the others.
 
     Of equal bounds, the first has less time without overlap, in two digits, then less memory.
     """
 
     def order(row: PlanRow) -> tuple[Any, ...]:
         rest = float(f"{row.unoverlapped_seconds or math.inf:.2g}")
-        return not row.fits, row.step_seconds or math.inf, rest, row.bytes_per_device or math.inf
+        return not row.fits, bool(row.caution), row.step_seconds or math.inf, rest, row.bytes_per_device or math.inf
 
     return sorted(rows, key=order)
 

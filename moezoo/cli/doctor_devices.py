@@ -22,6 +22,8 @@ from moezoo.kernels import blocks
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
 from moezoo.kernels.grouped_matmul import few
+from moezoo.moe.dispatch import ExpertGroup
+from moezoo.moe.dispatch.ragged import GPU_FLAG, Ragged
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import SETTINGS, use_cache, use_none
 from moezoo.parallel.kernels import Target, device_target
@@ -105,7 +107,7 @@ def find_kernels() -> Iterator[Entry]:
     yield from _by_dtype("attention", {dtype: _describe_attention(target, dtype) for dtype in _DTYPES})
     yield from _by_dtype("grouped_matmul", {dtype: _describe_product(target, dtype) for dtype in _DTYPES})
     yield from facts("kernels", "permute: gathers; the only backend")
-    if target.platform in ("cuda", "rocm"):
+    if target.is_gpu:
         measured = target.capability in blocks.read()
         yield from facts(
             "kernels",
@@ -116,6 +118,8 @@ def find_kernels() -> Iterator[Entry]:
                 else "not measured on this kind of GPU (docs/benchmarks.md of the repository)"
             ),
         )
+        why = Ragged().refusal(ExpertGroup(("expert",), 8, 8, target=target))
+        yield from facts("kernels", f"dispatch=ragged: {why or f'allowed by {GPU_FLAG}'}; dispatch=auto leaves it out")
 
 
 def _by_dtype(kernel: str, chosen: dict[str, str]) -> list[Entry]:

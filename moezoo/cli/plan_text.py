@@ -53,7 +53,7 @@ def render(heading: str, rows: Sequence[PlanRow]) -> str:
     console = Console(width=_WIDEST, record=True, file=io.StringIO())
     console.print(table)
     lines = [heading, *(line.rstrip() for line in console.export_text().splitlines() if line.strip())]
-    lines += [f"{_name(row)}: {row.reason}" for row in rows if row.reason]
+    lines += [f"{_name(row)}: {why}" for row in rows for why in (row.reason, row.caution) if why]
     lines += _shares(rows[0]) if rows and rows[0].memory else []
     return "\n".join(lines)
 

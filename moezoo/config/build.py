@@ -99,10 +99,12 @@ def build_execution(
             generation and comparisons.
 
     Raises:
-        UserError: Mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices.
+        UserError: Mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices; or, without
+            `mesh`, the strategy must not run on these devices.
     """
     check_config(cfg)
     convert(Batches, batches, "batches")
+    runs = mesh is None
     mesh = make_mesh(cfg.mesh) if mesh is None else mesh
     if (stages := mesh.shape.get(STAGE, 1)) != cfg.mesh.stage:
         raise UserError(
@@ -115,6 +117,8 @@ def build_execution(
             _check_batches(cfg, execution)
     except UserError as error:
         raise UserError(f"{error}{_advise(cfg, mesh, batches)}") from None
+    if runs and (why := cfg.dispatch.refusal(execution.expert_group(cfg.model.experts))):
+        raise UserError(f"dispatch={name_in(cfg.dispatch)}: {why}")
     if batches == "configured":
         check_batch(cfg, execution)
     return execution

@@ -28,6 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from moezoo.errors import UserError
 from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.kernels import Target
 from moezoo.typed import Size, check_fields
 
 _Choice = TypeVar("_Choice", bound="DispatchChoice")
@@ -95,12 +96,14 @@ class ExpertGroup:
         size: P, the number of devices along `axes`.
         num_experts: E.
         replicated: Whether all devices of the group have the same tokens.
+        target: What programs for them are compiled for; None if unknown.
     """
 
     axes: MeshAxes
     size: int
     num_experts: int
     replicated: bool = False
+    target: Target | None = None
 
     @property
     def num_local(self) -> int:
@@ -158,6 +161,11 @@ class DispatchChoice(abc.ABC):
     def exact(self: _Choice) -> _Choice:
         """The same with room for all assignments. Evaluation and generation use it."""
         return dataclasses.replace(self, **{self.bound: None}) if self.bound else self
+
+    def refusal(self, group: ExpertGroup) -> str | None:
+        """Return why this process must not run it on the devices of `group`, and what to do; None if it may."""
+        del group
+        return None
 
     @abc.abstractmethod
     def candidates(self, group: ExpertGroup) -> "tuple[Dispatch, ...]":

@@ -252,7 +252,8 @@ class Execution:
     def expert_group(self, num_experts: int) -> ExpertGroup:
         """Return the devices that share one set of `num_experts` experts."""
         axes = self.expert_axes
-        return ExpertGroup(axes, self.ways(axes), num_experts, replicated=not set(axes) <= set(self.token_axes))
+        replicated = not set(axes) <= set(self.token_axes)
+        return ExpertGroup(axes, self.ways(axes), num_experts, replicated, self.target)
 
     def inner_group(self, logical: Literal["heads", "mlp", "vocab"]) -> InnerGroup:
         """Return the devices that share an inner dimension; `heads` includes `kv_heads`, and `mlp` `expert_mlp`."""

@@ -30,6 +30,11 @@ class Target(NamedTuple):
     platform: str
     capability: str | None = None
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU."""
+        return self.platform in ("cuda", "rocm")
+
 
 # What a kernel keeps for its backward pass: products, or only its inputs, from which it computes products again.
 Keep = Literal["products", "inputs"]
@@ -164,7 +169,7 @@ class _Described(NamedTuple):
 
 def mesh_for(shape: MeshShape, target: Target) -> AbstractMesh:
     """Return a mesh of `shape` without devices, to trace programs for `target`. Raises as `abstract_mesh` does."""
-    device = _Described("gpu" if target.platform in ("cuda", "rocm") else target.platform, target.capability)
+    device = _Described("gpu" if target.is_gpu else target.platform, target.capability)
     mesh = abstract_mesh(shape)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
 
@@ -207,7 +212,7 @@ def choose(
     def first(target: Target) -> Chosen | None:
         names = order.names or own_order(target)
         name = next((name for name in names if backends[name](target)), None)
-        is_known = target.platform in ("cuda", "rocm") and (target.capability or order.target)
+        is_known = target.is_gpu and (target.capability or order.target)
         return None if name is None else Chosen(name, target if is_known else None)
 
     own = _own()

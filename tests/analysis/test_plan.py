@@ -12,6 +12,7 @@ from moezoo.analysis import apart, candidates, plan
 from moezoo.analysis.hardware import parse_slice
 from moezoo.analysis.memory_model import footprint
 from moezoo.analysis.sharding import describe
+from moezoo.moe.dispatch.ragged import GPU_FLAG
 
 EIGHT = parse_slice("v5p:2x2x2")
 TINY = ("model=mixtral", "mesh.fsdp=4", "mesh.expert=2", "batch_size=16", "seq_len=64")
@@ -54,6 +55,22 @@ def test_a_row_with_stages():
     assert advice
     for each in advice:
         assert footprint(moezoo.compose(*words, *each.split())).peak <= small.chip.hbm_bytes
+
+
+def test_ragged_is_not_chosen_for_gpus(monkeypatch):
+    """XLA's collective is wrong there: `auto` and a search leave it out, and a row that names it comes last."""
+    words, gpus = ("model=mixtral", "mesh.expert=8", "batch_size=64", "seq_len=64", "model.experts=32"), "h100:8"
+    monkeypatch.delenv("XLA_FLAGS")
+    rows = [plan.estimate((*words, f"dispatch={name}"), parse_slice(gpus)) for name in ("ragged", "ring", "auto")]
+    assert [row.dispatch for row in rows] == ["ragged", "ring", "auto: ring"]
+    assert [GPU_FLAG in row.caution for row in rows] == [True, False, False]
+    assert plan.sort(rows)[-1] is rows[0]
+    assert (rows[0].step_seconds or 0) < (rows[1].step_seconds or 0)  # by its bytes it would come first
+    on_tpus = plan.estimate((*words, "dispatch=auto"), EIGHT)
+    assert (on_tpus.dispatch, on_tpus.caution) == ("auto: ragged", "")
+    for topology, moving in ((gpus, "ring"), ("v5p:2x2x2", "ragged")):
+        named = {word for each in candidates.searched(words[:1], parse_slice(topology), "train") for word in each}
+        assert {word for word in named if word.startswith("dispatch")} == {f"dispatch={moving}", "dispatch=gather"}
 
 
 def test_what_does_not_fit_says_what_helps():

@@ -19,6 +19,7 @@ from moezoo.cli.doctor_entries import MARK, ON_DEVICES, Entry, Part, mask, shown
 from moezoo.errors import UserError
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
+from moezoo.moe.dispatch.ragged import GPU_FLAG
 from moezoo.parallel import distributed
 from moezoo.parallel.kernels import Target
 
@@ -83,6 +84,15 @@ def test_a_kernel_that_is_passed_over_has_its_reason():
     assert "hopper for rows of 128, 1,024, 8,192" in doctor_devices._describe_attention(gpu, "bfloat16")
     assert doctor_devices._describe_product(gpu, "float32").startswith("blocked ")
     assert doctor_devices._describe_product(gpu, "bfloat16").startswith("hopper ")
+
+
+def test_ragged_on_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(doctor_devices, "device_target", lambda device: Target("cuda", "9.0"))
+    *_, found = doctor_devices.find_kernels()
+    assert "dispatch=ragged: XLA's ragged_all_to_all corrupts gradients on GPUs" in found.text
+    monkeypatch.setenv("XLA_FLAGS", GPU_FLAG)
+    *_, found = doctor_devices.find_kernels()
+    assert f"dispatch=ragged: allowed by {GPU_FLAG}; dispatch=auto leaves it out" in found.text
 
 
 @pytest.mark.parametrize(("error", "loss"), [(float("nan"), 4.0), (0.01, 4.0), (0.0, float("nan"))])

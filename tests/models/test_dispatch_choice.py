@@ -6,6 +6,7 @@ import itertools
 import jax
 import pytest
 from presets import PRESETS
+from refusals import refused
 from traffic_oracle import step_traffic
 
 import moezoo
@@ -16,6 +17,8 @@ from moezoo.data import Batch, load
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch, compare_strategies
 from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
+from moezoo.moe.dispatch.ragged import GPU_FLAG
+from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives
 from moezoo.parallel.traffic import CallName
@@ -202,3 +205,16 @@ def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
     called = jax.make_jaxpr(lambda model, tokens: model(tokens, execution=execution))(model, tokens)
     for program in (evaluation, called):
         assert any(kind == "ragged_all_to_all" for kind, _ in count_collectives(program))
+
+
+def test_ragged_on_gpus_is_refused_without_its_flag(monkeypatch):
+    """So is a run, but not one in which nothing moves, nor a mesh that is given, as to compile for absent devices."""
+    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    cfg, single = (moezoo.compose("dispatch=ragged", f"mesh={mesh}", "batch_size=8") for mesh in ("ep8", "single"))
+    monkeypatch.delenv("XLA_FLAGS")
+    with refused("dispatch=ragged", "corrupts gradients on GPUs", "dispatch=ring", f"XLA_FLAGS={GPU_FLAG}"):
+        build_execution(cfg)
+    build_execution(single)
+    build_execution(cfg, abstract_mesh(cfg.mesh))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_any=1 {GPU_FLAG}")
+    build_execution(cfg)

@@ -17,10 +17,13 @@ class Auto(DispatchChoice):
 
     The three drop nothing. Bytes are those of a traced layer (`moezoo.models.choice`), so the choice depends on the
     tokens of a call, the mesh, the dtypes, and on what is recomputed and differentiated. Where experts are not split,
-    it is `gather`: nothing moves. Links, latency and memory do not count.
+    it is `gather`: nothing moves. Links, latency and memory do not count. `ragged` is left out on GPUs: it needs a flag
+    there (`Ragged.refusal`) and may be far slower than its bytes suggest.
     """
 
     def candidates(self, group: ExpertGroup) -> tuple[Dispatch, ...]:
         """Return the strategies to compare."""
-        kinds = (Ring, Ragged, Gather) if group.axes else (Gather,)
+        kinds: tuple[type[Dispatch], ...] = (Ring, Ragged, Gather) if group.axes else (Gather,)
+        if group.target and group.target.is_gpu:
+            kinds = tuple(kind for kind in kinds if kind is not Ragged)
         return tuple(kind(chunks=self.chunks) for kind in kinds)

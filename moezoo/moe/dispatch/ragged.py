@@ -11,6 +11,7 @@ The sizes of all pieces come from one small all-gather: counts [P, E], the rows 
 """
 
 import dataclasses
+import os
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +21,11 @@ from jaxtyping import Array, Float, Int
 from moezoo.kernels.permute import Plan, permute, plan, unpermute
 from moezoo.moe.transport import Transfer, exchange
 from moezoo.parallel.dispatch import Assignment, Dispatch, Dispatched, ExpertGroup
+
+# With it XLA replaces its own kernel for `ragged_all_to_all` on GPUs, which corrupts gradients
+# (github.com/marin-community/marin/issues/8077) and above 32 devices reads addresses that it must not
+# (github.com/openxla/xla/issues/47283).
+GPU_FLAG = "--xla_gpu_unsupported_enable_ragged_all_to_all_decomposer=true"
 
 
 class _State(NamedTuple):
@@ -43,6 +49,15 @@ class Ragged(Dispatch):
     buffer_factor: float | None = None
     moves: ClassVar[Literal["tokens", "weights"]] = "tokens"
     bound: ClassVar[str | None] = "buffer_factor"
+
+    def refusal(self, group: ExpertGroup) -> str | None:
+        """Return that XLA's collective is wrong on GPUs, unless XLA_FLAGS has what replaces it."""
+        if not (group.axes and group.target and group.target.is_gpu) or GPU_FLAG in os.environ.get("XLA_FLAGS", ""):
+            return None
+        return (
+            "XLA's ragged_all_to_all corrupts gradients on GPUs; set dispatch=ring, or the environment variable "
+            f"XLA_FLAGS={GPU_FLAG}"
+        )
 
     @property
     def uses_results(self) -> bool:
