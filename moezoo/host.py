@@ -21,9 +21,11 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
 # thread's heap, a heap that becomes empty is given back).
 _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
-# XLA's library of fused CPU kernels, on by default from jax 0.11, adds up products of bfloat16 in bfloat16, which ends
-# at 256 equal terms, and reads numbers that nothing has written (0.12, NaN in some processes; docs/running.md).
+# XLA's library of fused CPU kernels, on by default, is wrong in some programs (docs/running.md). In jax 0.10.2 sums are
+# wrong or end the process. From 0.11 on it also adds up products of bfloat16 in bfloat16, which ends at 256 equal terms,
+# and reads numbers that nothing has written (0.12, NaN in some processes).
 NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
+NO_FUSED_CPU_SUMS = f"{NO_FUSED_CPU_KERNELS}-reduce"
 # By default XLA reports a CPU device that has waited in a collective for 20 seconds, and ends the process after 40.
 # On a busy machine a device may wait for minutes, and while a laptop sleeps for hours. `moezoo.training.waiting` says
 # earlier what a run waits for.
@@ -31,7 +33,7 @@ _COLLECTIVE_LIMITS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=86400",
 )
-OWN_XLA_FLAGS = (*_COLLECTIVE_LIMITS, NO_FUSED_CPU_KERNELS)
+OWN_XLA_FLAGS = (*_COLLECTIVE_LIMITS, NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS)
 
 
 def add_xla_flags() -> None:
@@ -49,8 +51,8 @@ def add_xla_flags() -> None:
         jaxlib = importlib.metadata.version("jaxlib")
     except importlib.metadata.PackageNotFoundError:  # nothing will be compiled, and `moezoo doctor` reports it
         return
-    known = _COLLECTIVE_LIMITS if jaxlib.startswith("0.10.") else OWN_XLA_FLAGS
-    missing = [flag for flag in known if flag.partition("=")[0] not in flags]
+    fused = NO_FUSED_CPU_SUMS if jaxlib.startswith("0.10.") else NO_FUSED_CPU_KERNELS
+    missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused) if flag.partition("=")[0] not in flags]
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 

@@ -16,7 +16,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import NO_FUSED_CPU_KERNELS, keep_freed_memory
+from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, keep_freed_memory
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.parallel.threads import give_threads, take_back_threads
 from moezoo.typed import Range, check_fields, convert
@@ -97,13 +97,14 @@ def has_started() -> bool:
 
 def _warn_of_fused_cpu_kernels() -> None:
     """Warn if JAX has started with the kernels that importing moezoo turns off, which is then too late."""
-    if not has_started() or NO_FUSED_CPU_KERNELS not in os.environ.get("XLA_FLAGS", "").split():
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if not has_started() or not {NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS} & {*flags}:
         return
-    square = jax.ShapeDtypeStruct((8, 8), "float32")
-    if jax.default_backend() == "cpu" and "ynn" in str(jax.jit(jnp.dot).lower(square, square).compile().as_text()):
+    program = jax.jit(jnp.sum).lower(jax.ShapeDtypeStruct((64, 64), "float32")).compile()
+    if jax.default_backend() == "cpu" and "ynn" in str(program.as_text()):
         warnings.warn(
-            "JAX has started before moezoo was imported, so XLA's fused CPU kernels are on: sums in bfloat16 may be "
-            "wrong, and results NaN; import moezoo before JAX makes an array",
+            "JAX has started before moezoo was imported, so XLA's fused CPU kernels are on: sums may be wrong, and "
+            "results NaN; import moezoo before JAX makes an array",
             stacklevel=2,
         )
 

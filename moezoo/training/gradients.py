@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.parallel.collectives import MeshAxes, psum, vary, varying_axes
 from moezoo.parallel.placement import Placement
+from moezoo.parallel.stacked import on_cpu
 
 
 @jax.named_scope("gradient_sums")
@@ -25,6 +26,18 @@ def reduce_gradients(gradients: PyTree, placements: PyTree, dtype: DTypeLike) ->
     return jax.tree.map(leaf, gradients, placements)
 
 
+def _sum_in_halves(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """Return the sum of an array, whose halves along the last dimension are added to each other up to six times before.
+
+    XLA:CPU adds numbers one by one, each waiting for the one before, and halves as vectors: 12 times faster.
+    """
+    for _ in range(6):
+        if not x.ndim or x.shape[-1] % 2:
+            break
+        x = x[..., : x.shape[-1] // 2] + x[..., x.shape[-1] // 2 :]
+    return x.sum()
+
+
 @jax.named_scope("gradient_norm")
 def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[Array, ""]:
     """Return the 2-norm of the whole gradient in float32, with one sum over all mesh `axes`.
@@ -35,7 +48,7 @@ def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[
     total = none = vary(jnp.zeros(()), axes)
     first = {axis: lax.axis_index(axis) == 0 for axis in axes}
     for gradient, placement in zip(jax.tree.leaves(gradients), jax.tree.leaves(placements), strict=True):
-        squares = vary(lax.reduce_sum(lax.square(gradient.astype(jnp.float32)), range(gradient.ndim)), axes)
+        squares = vary(on_cpu(_sum_in_halves, jnp.sum, lax.square(gradient.astype(jnp.float32))), axes)
         for axis in axes:
             if axis not in placement.mesh_axes:
                 squares = lax.select(vary(first[axis], axes), squares, none)
