@@ -22,8 +22,8 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 # thread's heap, a heap that becomes empty is given back).
 _KEEP = {-1: -1, -4: 0, -2: 1 << 26}
 # XLA's library of fused CPU kernels, on by default, is wrong in some programs (docs/running.md). In jax 0.10.2 sums are
-# wrong or end the process. From 0.11 on it also adds up products of bfloat16 in bfloat16, which ends at 256 equal terms,
-# and reads numbers that nothing has written (0.12, NaN in some processes).
+# wrong or end the process. From 0.11 on it also adds up products of bfloat16 in bfloat16, which ends at 256 equal
+# terms, and reads numbers that nothing has written (0.12, NaN in some processes).
 NO_FUSED_CPU_KERNELS = "--xla_cpu_experimental_ynn_fusion_type="
 NO_FUSED_CPU_SUMS = f"{NO_FUSED_CPU_KERNELS}-reduce"
 # By default XLA reports a CPU device that has waited in a collective for 20 seconds, and ends the process after 40.
