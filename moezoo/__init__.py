@@ -8,7 +8,15 @@ The public names are in `moezoo.public`. They are imported when the first one is
 answer a mistyped word without importing JAX.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    _refusal = "moezoo does not run on Windows itself; install WSL2 (learn.microsoft.com/windows/wsl), and moezoo there"
+    # A command ends with the line alone. `-m` is what Python has there while it looks for the module.
+    if sys.argv[0] == "-m" or "moezoo" in sys.argv[0]:
+        sys.exit(f"error: {_refusal}")
+    raise ImportError(_refusal)
 
 from moezoo.host import add_xla_flags
 

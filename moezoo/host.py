@@ -75,7 +75,7 @@ def user_cache() -> Path:
 
 def processors() -> int:
     """Return the number of processors that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def processor_name() -> str:
@@ -216,6 +216,15 @@ def check_file(path: Path, shown: str, advice: str) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{shown} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; {advice}")
     return found.st_size
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether another process, or another part of this one, has locked a folder with `locking`."""
+    try:
+        with locking(folder, ""):
+            return False
+    except UserError:
+        return True
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ settings.load_profile("moezoo")
 def pytest_xdist_auto_num_workers() -> int:
     """Return how many processes `-n auto` starts: one per usable core, at most one per 4 GiB, at least one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, min(cores, memory // 2**32))
 
 

@@ -120,3 +120,14 @@ def test_texts_name_only_what_a_wheel_has():
                 text = re.sub(r"docs/\w+\.md of the repository", "", node.value)
                 found += [f"{path.relative_to(ROOT)}: {match}" for match in REPOSITORY_ONLY.findall(text)]
     assert found == []
+
+
+@pytest.mark.parametrize(("command", "shown"), [("Scripts/moezoo.exe", "error: "), ("mine.py", "ImportError: ")])
+def test_windows_is_refused_in_a_line(command, shown):
+    """A command ends with the line alone; a program of the user's own can catch the error."""
+    code = f"import sys; sys.platform = 'win32'; sys.argv[0] = {command!r}; import moezoo"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    *trace, line = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith(f"{shown}moezoo does not run on Windows itself; install WSL2")
+    assert bool(trace) == (shown == "ImportError: ")

@@ -1,14 +1,21 @@
-"""The folder of a run and its checkpoints, by their names alone."""
+"""The folder of a run and its checkpoints, by their names alone, and who trains there."""
 
+import datetime
+import json
+import os
+import socket
 from pathlib import Path
 
 from moezoo.errors import UserError
+from moezoo.host import is_locked
 from moezoo.remote import as_path, is_url
 
 # The value of `resume` with which a command continues the run in `run_dir`, or starts it there.
 AUTO = "auto"
 # The file of a checkpoint that is written last.
 SUMS = "sha256.json"
+# The file in a run's folder that says, while a process trains there, which one. The lock says whether one does.
+RUNNING = "running.json"
 
 
 def run_folder(path: str | Path) -> Path:
@@ -31,6 +38,26 @@ def numbered(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
+def announcement() -> str:
+    """Return the contents of `RUNNING` for this process."""
+    since = datetime.datetime.now().astimezone().isoformat(timespec="minutes")
+    return json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n"
+
+
+def trainer(folder: Path) -> str | None:
+    """Return who trains in a run's folder now, for a message; None if nobody does, or it is in an object store."""
+    if is_url(folder) or not folder.is_dir() or not is_locked(folder.resolve()):
+        return None
+    try:
+        about = json.loads((folder / RUNNING).read_text())
+        since = datetime.datetime.fromisoformat(about["since"]).astimezone()
+        today = since.date() == datetime.date.today()
+        when = f"{since:%H:%M}" if today else f"{since:%Y-%m-%d %H:%M}"
+        return f"process {about['process']} on {about['host']} trains here since {when}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun, or an older moezoo trains
+        return "another process trains here"
+
+
 def find(path: str | Path, key: str) -> tuple[Path, int]:
     """Return the `checkpoints` folder and the step of a run folder (its newest) or of one `checkpoints/STEP`.
 
@@ -42,6 +69,8 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
     if named != run_dir and int(named.name) not in saved:
         there = ", ".join(map(str, saved)) or "none"
         raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
+    if not saved and (who := trainer(run_dir)):
+        raise UserError(f"{key}={path}: {who} and has saved no checkpoint yet; wait for one")
     if not saved:
         raise UserError(
             f"{key}={path}: no checkpoint there (a run saves one every checkpoint_minutes and at its end); name a run "

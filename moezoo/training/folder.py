@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, read_run, to_yaml
-from moezoo.config.run_folders import AUTO, run_folder, steps
+from moezoo.config.run_folders import AUTO, RUNNING, announcement, run_folder, steps, trainer
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
@@ -55,6 +55,7 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
                 raise UserError(f"run_dir={cfg.run_dir} is a file; name a folder")
             if run_folder(folder) != folder:
                 raise UserError(f"run_dir={cfg.run_dir} has the name of a checkpoint's folder; name another")
+            _check_free_of_others(folder)
             _check_free(folder, cfg)
     writing = {
         "tracker": cfg.tracker.active(),
@@ -72,12 +73,27 @@ def choose(cfg: TrainConfig, resumed: Path | None) -> Path:
 def check_idle(cfg: TrainConfig, resumed: Path) -> None:
     """Raise `UserError` if another process trains in the folder that is continued; its checkpoints come and go."""
     if not is_url(resumed) and (cfg.run_dir is None or is_same(as_path(cfg.run_dir), resumed)):
-        with locking(resumed.resolve(), _busy(resumed)):
-            pass
+        _check_free_of_others(resumed)
 
 
-def _busy(folder: Path) -> str:
-    return f"{folder}: another process is training there; wait for it to end, or stop it"
+def _check_free_of_others(folder: Path) -> None:
+    if who := trainer(folder):
+        raise UserError(_busy(folder, who))
+
+
+def _busy(folder: Path, who: str) -> str:
+    return f"{folder}: {who}; wait for it to end, or stop it"
+
+
+@contextlib.contextmanager
+def _announcing(folder: Path) -> Iterator[None]:
+    """While the block runs, say in the folder that this process trains there."""
+    file = folder / RUNNING
+    remove = lambda: file.unlink(missing_ok=True)  # noqa: E731
+    with interrupts.undoing(remove):
+        replace_text(file, announcement())
+        yield
+    remove()
 
 
 def check_shared(folder: Path) -> None:
@@ -124,7 +140,8 @@ def opened(
             with writing_to("run_dir", folder):
                 made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
                 if not is_url(made):  # an object store has no locks
-                    held.enter_context(locking(made.resolve(), _busy(made)))
+                    held.enter_context(locking(made.resolve(), _busy(made, "another process trains here")))
+                    held.enter_context(_announcing(made))
                 # Another run may have begun there meanwhile.
                 if folder != resumed and not _check_free(made, cfg):
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))

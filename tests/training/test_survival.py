@@ -6,9 +6,11 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ import moezoo
 from moezoo.cli.train import main
 from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
-from moezoo.config.run_folders import steps
+from moezoo.config.run_folders import RUNNING, announcement, steps, trainer
 from moezoo.moe.dispatch import Ragged
 from moezoo.progress import BatchCounter
 from moezoo.training import checkpoint
@@ -493,11 +495,23 @@ def test_one_run_at_a_time(copy):
     handle = os.open(copy, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     before = read_rows(copy)
-    with pytest.raises(moezoo.UserError, match=r"copy: another process is training there; wait"):
+    with pytest.raises(moezoo.UserError, match=r"copy: another process trains here; wait for it to end"):
         moezoo.train(moezoo.compose(f"resume={copy}/checkpoints/8"))
+    (copy / RUNNING).write_text('{"process": 7, "host": "elsewhere", "since": "2024-02-03T04:05+00:00"}')
+    who = r"process 7 on elsewhere trains here since 2024-02-0\d \d\d:\d5"
+    with pytest.raises(moezoo.UserError, match=rf"copy: {who}; wait for it to end, or stop it"):
+        moezoo.train(moezoo.compose(f"run_dir={copy}"))
+    (copy / RUNNING).write_text(announcement())
+    who = rf"process {os.getpid()} on {socket.gethostname()} trains here since "
+    assert re.fullmatch(rf"{who}(....-..-.. )?\d\d:\d\d", trainer(copy) or "")
+    shutil.rmtree(copy / "checkpoints")
+    with pytest.raises(moezoo.UserError, match=rf"copy: {who}.* and has saved no checkpoint yet; wait for one"):
+        moezoo.load_run(copy)
     os.close(handle)
+    assert trainer(copy) is None  # of a process that was killed the file stays
+    with pytest.raises(moezoo.UserError, match="no checkpoint there"):
+        moezoo.load_run(copy)
     assert read_rows(copy) == before
-    assert steps(copy / "checkpoints") == [8, 12]
 
 
 @pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
