@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from moezoo.config.compose import as_mapping, from_saved, read_run, with_defaults
 from moezoo.config.settings import ProfileSettings, TrainConfig
@@ -73,6 +74,21 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
             )
         lines.append(f"{key}: {show(old)} before, {show(new)} now")
     return lines
+
+
+def list_rate_change(cfg: TrainConfig, saved: Mapping[str, Any], step: int) -> list[str]:
+    """Return a line if the learning rate changes at the step from which a run goes on; `saved` is as it was before.
+
+    A schedule follows `steps`, so a run that is made longer goes on at the rate of a shorter part of it.
+    """
+    old, new = (
+        float(each.schedule.rate(each.optimizer.learning_rate, jnp.int32(step), each.steps))
+        for each in (from_saved(saved), cfg)
+    )
+    if abs(new - old) < 1e-6 * old:
+        return []
+    keep = f"schedule=constant optimizer.learning_rate={old:.3g}"
+    return [f"learning rate at step {step}: {old:.3g} by the settings before, {new:.3g} now; {keep} keeps the old one"]
 
 
 def _check_parts(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:

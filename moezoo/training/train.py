@@ -35,7 +35,7 @@ from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
-from moezoo.training.resume import flatten, list_changes, read_batch_count, run_settings
+from moezoo.training.resume import flatten, list_changes, list_rate_change, read_batch_count, run_settings
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
 from moezoo.training.starting import check_tokens, describe_start
@@ -212,7 +212,9 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = choose(cfg, None if before is None else before.run_dir)
-    changed = [] if before is None else list_changes(cfg, before.about["config"])
+    changed = []
+    if before is not None:
+        changed = list_changes(cfg, before.about["config"]) + list_rate_change(cfg, before.about["config"], before.step)
     if before is None and cfg.init_from is not None:
         check_tokens(cfg)
     execution = build_execution(cfg)

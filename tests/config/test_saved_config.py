@@ -1,5 +1,6 @@
 """A damaged config.yaml: one line that names the file, for every damage."""
 
+import math
 import os
 import sys
 
@@ -10,7 +11,7 @@ import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
 from moezoo.errors import UserError
-from moezoo.training.resume import list_changes
+from moezoo.training.resume import list_changes, list_rate_change
 from moezoo.training.saved import check_model
 
 GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
@@ -98,3 +99,19 @@ def test_a_model_saved_without_a_newer_setting_is_the_same_model(tmp_path):
     check_model(cfg, {"config": saved}, tmp_path)
     with refused("model.llama3.factor=8.0 but", f"{tmp_path} was saved with model.llama3.factor=1.0"):
         check_model(moezoo.compose("model=mixtral", "model.llama3.factor=8"), {"config": saved}, tmp_path)
+
+
+def test_the_rate_of_a_longer_schedule_is_named():
+    """A cosine from 1 at step 10 to 0.1: at 0 of 90 steps, at the end, and a third of the way there."""
+    words = ("schedule=cosine", "schedule.warmup_steps=10", "optimizer.learning_rate=0.02")
+    before = moezoo.compose(*words, "steps=101")
+    after, saved = moezoo.compose(*words, "steps=281"), as_mapping(before)
+    found = list_rate_change(after, saved, 100)
+    wanted = 0.02 * (0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2)
+    assert found == [
+        f"learning rate at step 100: 0.002 by the settings before, {wanted:.3g} now; "
+        "schedule=constant optimizer.learning_rate=0.002 keeps the old one"
+    ]
+    assert list_rate_change(before, saved, 100) == []
+    kept = moezoo.compose("schedule=constant", "optimizer.learning_rate=0.002", "steps=281")
+    assert list_rate_change(kept, saved, 100) == []
