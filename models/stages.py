@@ -75,7 +75,8 @@ def run_stages(
         config: The coefficients of the routing losses.
 
     Returns:
-        The activations of the own micro-batches, and the routing of all. Its losses are means over micro-batches.
+        The activations of the own micro-batches, and the routing of all. Its losses are means over micro-batches, each
+        by its tokens.
     """
     piped = execution.piped(stacks)
     assert piped is not None
@@ -251,7 +252,8 @@ def _routing(found: list[_Sums], layers: int, execution: Execution, config: Rout
         return total
 
     with jax.named_scope("routing"):
-        of_all = of_rows.load, of_rows.dropped, of_rows.load_balance_loss, of_rows.z_loss
+        assigned = of_rows.load.sum(1).astype(jnp.float32)  # as many for each token
+        of_all = of_rows.load, of_rows.dropped, assigned * of_rows.load_balance_loss, assigned * of_rows.z_loss
         load, dropped, balance, z = psum(tuple(map(by_layer, of_all)), execution.stage_axes)
-        count = execution.micro_batches
-        return Routing(load, *evenness(load), dropped, balance / count, z / count)
+        all_assigned = jnp.maximum(load.sum(1), 1).astype(jnp.float32)
+        return Routing(load, *evenness(load), dropped, balance / all_assigned, z / all_assigned)

@@ -54,7 +54,7 @@ class Metrics(NamedTuple):
     """The metrics of one step, over all its tokens.
 
     - `loss`: cross-entropy in nats per predicted token, the mean over all of them;
-    - `load_balance_loss`, `z_loss`: with their coefficients, the mean over micro-steps;
+    - `load_balance_loss`, `z_loss`: with their coefficients, the mean over micro-steps, each by its tokens;
     - `gradient_norm`: before clipping;
     - `learning_rate`: as used in this step;
     - `balance`, `dropped`, `load`: how evenly experts are used; assignments lost, and made, over all micro-steps;
@@ -83,8 +83,10 @@ class _Sums(NamedTuple):
     load: Int[Array, "layer experts"]
 
 
-def _sums(nats: Array, routing: Routing) -> _Sums:
-    return _Sums(nats, routing.load_balance_loss.mean(), routing.z_loss.mean(), routing.dropped, routing.load)
+def _sums(nats: Array, routing: Routing, share: Array) -> _Sums:
+    """Return what a micro-step with this share of the tokens adds to the sums of its step."""
+    balance, z = share * routing.load_balance_loss.mean(), share * routing.z_loss.mean()
+    return _Sums(nats, balance, z, routing.dropped, routing.load)
 
 
 def gradients_of(
@@ -97,8 +99,8 @@ def gradients_of(
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
     """Return gradients of the trained part of `model`, sums of losses, and the number of predicted tokens.
 
-    The objective is the cross-entropy per predicted token of the whole step, plus the mean over micro-steps of the
-    routing losses.
+    The objective is the cross-entropy per predicted token of the whole step, plus the routing losses of micro-steps,
+    each times its share of the tokens of the step that are no padding.
 
     Args:
         model: This device's part of the model, inside `shard_map`.
@@ -113,15 +115,17 @@ def gradients_of(
     numbers = execution.first_micro_batch(len(batch.tokens)) + jnp.arange(len(batch.tokens))
     passes = jax.tree.map(lambda x: x.reshape(micro_steps, own, *x.shape[1:]), (batch, numbers))
     with jax.named_scope("loss"):
-        predicted = psum((batch.labels >= 0).sum(dtype=jnp.int32), execution.token_axes)
+        counts = [which.sum(dtype=jnp.int32) for which in (batch.labels >= 0, batch.segments > 0)]
+        predicted, tokens = psum(jnp.stack(counts), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # From here on parameters are typed as varying, so gradients stay local until they are summed once, below.
     parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
 
     def objective(parameters: PyTree, one: Batch, numbers: Int[Array, " own"]) -> tuple[Float[Array, ""], _Sums]:
         nats, routing = losses(eqx.combine(parameters, buffers), one, execution, dropout, numbers)
-        sums = _sums(nats, routing)
-        return nats * scale + (sums.load_balance_loss + sums.z_loss) / micro_steps, sums
+        here = routing.load[0].sum() // model.routing_config.experts_per_token
+        sums = _sums(nats, routing, here.astype(jnp.float32) / jnp.maximum(tokens, 1).astype(jnp.float32))
+        return nats * scale + sums.load_balance_loss + sums.z_loss, sums
 
     differentiate = jax.grad(objective, has_aux=True)
     if micro_steps == 1:
@@ -243,11 +247,10 @@ class Step:
         choose = functools.partial(select, accepted)
         with jax.named_scope("optimizer"):
             parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm, choose)
-        micro_steps = batch.tokens.shape[0] * execution.stages // execution.micro_batches
         metrics = Metrics(
             loss=loss,
-            load_balance_loss=sums.load_balance_loss / micro_steps,
-            z_loss=sums.z_loss / micro_steps,
+            load_balance_loss=sums.load_balance_loss,
+            z_loss=sums.z_loss,
             gradient_norm=norm,
             learning_rate=rate,
             balance=balance_of(sums.load),

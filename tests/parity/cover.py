@@ -94,11 +94,11 @@ _GPT_OSS |= {"swiglu_limit": 1.0}
 # those of others; some have layers before them.
 _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "mixtral_deep": ("mixtral", {"layers": 4}, 3),
-    "deepseek_deep": ("deepseek", {"layers": 6}, 3),
-    "grouped_deep": ("grouped", {"layers": 5}, 4),
+    "deepseek_deep": ("deepseek", {"layers": 6}, 6),
+    "grouped_deep": ("grouped", {"layers": 5}, 6),
     "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
-    "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 4),
+    "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
 }
 
 Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig
@@ -111,7 +111,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "grouped": (GroupedConfig, _QWEN3, 5),
     "grouped_periodic": (GroupedConfig, _PERIODIC, 3),
     "glm4_moe": (GroupedConfig, _GLM, 5),
-    "olmoe": (OlmoeConfig, _OLMOE, 4),
+    "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():

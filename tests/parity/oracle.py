@@ -9,8 +9,8 @@ The objective of a step is `cross_entropy + balance + z`:
 | term | definition |
 |---|---|
 | cross_entropy | the sum of -log p(label) over the predicted tokens of the step, divided by their number |
-| balance | `load_balance` times E * sum_e f_e * P_e; the mean over micro-steps and over layers with experts |
-| z | `z_loss` times the mean over tokens of logsumexp(router logits)**2; the mean over micro-steps and layers |
+| balance | `load_balance` times E * sum_e f_e * P_e; the mean over micro-steps, by their tokens, and over layers |
+| z | `z_loss` times the mean over the step's tokens of logsumexp(router logits)**2; the mean over layers |
 
 f_e is the fraction of the K * T assignments that go to expert e. P_e is the mean probability of expert e over T tokens.
 The T tokens are those of a micro-step (balance "batch"), or those of one row, and then rows are averaged ("sequence").
@@ -332,10 +332,12 @@ def differentiate(parameters: Parameters, batch: dict[str, np.ndarray], micro_st
     rows = [{name: array[i] for name, array in batch.items()} for i in range(len(batch["tokens"]))]
     size = len(rows) // micro_steps
     p = TapedParameters(parameters)
-    parts = (rows[i * size : (i + 1) * size] for i in range(micro_steps))
+    tokens = [int(part.sum()) for part in np.split(batch["segments"] > 0, micro_steps)]
+    parts = [rows[i * size : (i + 1) * size] for i in range(micro_steps) if tokens[i]]
     nats, balances, zs, loads = zip(*(_micro_step(p, part, family) for part in parts), strict=True)
     loss = total(nats) / int((batch["labels"] >= 0).sum())
-    balance, z = total(balances) / micro_steps, total(zs) / micro_steps
+    shares = [count / sum(tokens) for count in tokens if count]
+    balance, z = (total(x * n for x, n in zip(each, shares, strict=True)) for each in (balances, zs))
     found = gradients(loss + balance + z, list(p.whole.values()))
     named = dict(zip(p.whole, found, strict=True))
     return Outcome(float(loss.data), float(balance.data), float(z.data), named, np.sum(loads, axis=0))

@@ -45,9 +45,10 @@ def test_ten_updates_with_experts_stored_over_two_axes():
     """`shard_exp_on_fsdp` stores whole experts over (expert, fsdp), and `fsdp_ep` parts of them over fsdp.
 
     Both gather the same weights and sum each number's gradient over the same two devices, and AdamW works number by
-    number. So parameters, moments, losses and routing are equal to the bit. Only the norm is not: each device first
-    adds the squares of its own numbers, and these are others. Adding a few hundred positive numbers rounds by about the
-    root of their number times 6e-8, which is 1e-6.
+    number. So routing is equal, and parameters, moments and losses are but for what XLA fuses with the backward pass
+    of experts, which it does differently for another layout of the same weights: a digit of float32 per update, of the
+    largest number. The norm differs more: each device first adds the squares of its own numbers, and these are others.
+    Adding a few hundred positive numbers rounds by about the root of their number times 6e-8, which is 1e-6.
     """
 
     def ten_updates(rules: str) -> list[dict[str, np.ndarray]]:
@@ -61,6 +62,9 @@ def test_ten_updates_with_experts_stored_over_two_axes():
         for name, array in one.items():
             if name.endswith("norm"):  # the metric, and the guard's mean of it
                 np.testing.assert_allclose(array, other[name], rtol=2e-6)
+            elif array.dtype == np.float32:
+                digit = 2.0**-23 * np.abs(array).max(initial=0)
+                np.testing.assert_allclose(array, other[name], rtol=0, atol=10 * digit, err_msg=name)
             else:
                 np.testing.assert_array_equal(array, other[name], name)
 

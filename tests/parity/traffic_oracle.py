@@ -85,7 +85,7 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
     routing(part("routing", "F"), run, sizes, with_experts, rows)
     part("loss", "F")("F", "psum", run.tokens, 1, FLOAT32)
     # Once per step: the number of predicted tokens; gradients not stored over all axes that split tokens; the norm.
-    part("loss", "O", 1)("O", "psum", run.tokens, 1, INT32)
+    part("loss", "O", 1)("O", "psum", run.tokens, 2, INT32)
     for array in (a for a in arrays if a.learns):
         rest = tuple(axis for axis in run.tokens if axis not in array.mesh_axes)
         part("gradient_sums", "O", 1)("O", "psum", rest, array.layers * array.local, run.reduce_width)
