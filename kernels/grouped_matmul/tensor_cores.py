@@ -15,7 +15,7 @@ Nothing here asks for a device: programs are compiled where there is none, and i
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,10 +27,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
-from moezoo.kernels.grouped_matmul.chips import Chip
+from moezoo.kernels.grouped_matmul.chips import UNIT, Chip
 from moezoo.parallel.collectives import vary_like
 
-UNIT = 64  # the least columns of a tile
 _ROWS_OF_ARRAY = 8  # shared memory is filled by so many rows at a time; other numbers of rows do not compile
 
 
@@ -115,7 +114,8 @@ def row_products(
 ) -> list[Float[Array, "rows b"]]:
     """Multiply each row by its group's matrices, and store what `finish` makes of the products in float32.
 
-    One array of rows is multiplied by every stack; of several, each by its own, and there is one sum of all products.
+    One array of rows is multiplied by every stack; of several, each by its own, one after the other, and there is one
+    sum of all products.
     """
     tiles = chip.tiles
     height, step_depth = tiles.rows, tiles.depth
@@ -127,28 +127,32 @@ def row_products(
     columns, tasks = _columns(chip, wide, accumulators), _tasks(group_sizes, count, height)
     depth, groups, across = inputs[0].shape[1] // step_depth, group_sizes.shape[0], wide // columns
     shape, number = (step_depth, columns) if contract == 1 else (columns, step_depth), tasks.group.shape[0]
-    steps = min(depth, tiles.buffers // (2 * step_depth * (height * len(inputs) + columns * len(stacks))))
-    terms = len(stacks) // accumulators  # of a sum, in each step
+    steps = min(depth, tiles.steps(height + columns * accumulators))
 
     def body(group_ref: Any, block_ref: Any, first_ref: Any, size_ref: Any, *refs: Any) -> None:
         here, matrices, outs = refs[: len(inputs)], refs[len(inputs) : -results], refs[-results:]
         at, column = plgpu.planar_snake(lax.axis_index("program"), (number, across), 1, tiles.snake)
         group, task = group_ref[at], (block_ref[at], first_ref[at], size_ref[at])
 
-        def sums(*totals: Any) -> list[Array]:
-            def step(index: Any, *tiles: Any) -> None:
-                for i, matrix in enumerate(tiles[len(inputs) :]):
-                    total, x = totals[min(i, accumulators - 1)], tiles[min(i, len(inputs) - 1)]
+        def add_all(totals: Sequence[Any], x: Any, of_rows: Sequence[Any], is_first: bool) -> None:
+            def step(index: Any, x: Any, *tiles: Any) -> None:
+                for total, matrix in zip(totals, tiles, strict=True):
                     matrix = matrix if contract == 1 else matrix.transpose((1, 0))
-                    chip.add(total, x, matrix, index[0] * terms + i // accumulators)
+                    chip.add(total, x, matrix, index[0], accumulators, is_first & (index[0] == 0))
 
             there = lambda i: (i, column) if contract == 1 else (column, i)  # noqa: E731
-            later = min(1, steps - 1)  # a buffer is in use for one step more, as products run on
-            specs = [plgpu.BlockSpec((height, step_depth), lambda i: (task[0], i), delay_release=later) for _ in inputs]
-            specs += [plgpu.BlockSpec(shape, there, delay_release=later) for _ in stacks]
+            later = min(1, depth - 1)  # a buffer is in use for one step more, as products run on
+            specs = [plgpu.BlockSpec((height, step_depth), lambda i: (task[0], i), delay_release=later)]
+            specs += [plgpu.BlockSpec(shape, there, delay_release=later) for _ in of_rows]
             pipeline = plgpu.emit_pipeline(step, grid=(depth,), in_specs=specs, max_concurrent_steps=steps)
-            pipeline(*here, *(stack.at[group] for stack in matrices))
-            return [chip.finish(total, depth * terms) for total in totals]
+            pipeline(x, *(stack.at[group] for stack in of_rows))
+            for total in totals:
+                chip.settle(total, depth)
+
+        def sums(*totals: Any) -> list[Array]:
+            for i, x in enumerate(here):
+                add_all(totals, x, matrices if len(here) == 1 else matrices[i : i + 1], i == 0)
+            return [chip.finish(total) for total in totals]
 
         @pl.when((task[2] > 0) & (group < groups))
         def _() -> None:
@@ -190,7 +194,7 @@ def outer(
     down, across = (x.shape[1] // size for x, size in zip(operands, shape, strict=True))
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes.astype(jnp.int32)
-    steps = chip.tiles.buffers // (2 * depth * sum(shape))
+    steps = chip.tiles.steps(sum(shape))
 
     def body(start_ref: Any, end_ref: Any, rows_ref: Any, others_ref: Any, out: Any) -> None:
         program = lax.axis_index("program")
@@ -212,7 +216,7 @@ def outer(
                         x[...] = jnp.where((number >= start) & (number < end), x[...], jnp.zeros((), x.dtype))
                     plgpu.commit_smem()
 
-                chip.add(accumulator, tiles[0].transpose((1, 0)), tiles[1], index[0])
+                chip.add(accumulator, tiles[0].transpose((1, 0)), tiles[1], index[0], 1, index[0] == 0)
 
             specs = [
                 plgpu.BlockSpec((depth, size), lambda i, column=column: (first + i, column), delay_release=1)
@@ -220,7 +224,8 @@ def outer(
             ]
             pipeline = plgpu.emit_pipeline(step, grid=(blocks,), in_specs=specs, max_concurrent_steps=steps)
             pipeline(rows_ref, others_ref)
-            return chip.finish(accumulator, blocks)
+            chip.settle(accumulator, blocks)
+            return chip.finish(accumulator)
 
         def store(value: Array) -> None:
             @functools.partial(pl.run_scoped, tile=plgpu.SMEM(shape, dtype=out.dtype))
