@@ -27,14 +27,15 @@ class Tiles(NamedTuple):
             of 128 columns take half of the registers of Hopper's warpgroup.
         buffers: Bytes of shared memory for loads in flight: of 227 KiB, a program's result takes up to 64. At least two
             steps fit, because the products of one run on while the next one's begin.
-        snake: Tiles side by side before programs go on to the next rows, so that they find operands in the cache.
+        snake: Tiles side by side before programs go on to the next rows, so that they find operands in the cache. By
+            one column of tiles after the other, all rows would be read again for each.
     """
 
     rows: int = 128
     depth: int = 64
     columns: int = 128
     buffers: int = 2**17
-    snake: int = 1
+    snake: int = 8
 
     def refusal(self) -> str | None:
         """Return why kernels cannot have these sizes; None if they can."""
