@@ -25,8 +25,9 @@ class Tiles(NamedTuple):
         depth: Numbers that a step sums over, 64 or 128.
         columns: Columns of a tile, 64 or 128, if there is one sum and they divide the width; of two sums 64. 128 rows
             of 128 columns take half of the registers of Hopper's warpgroup.
-        buffers: Bytes of shared memory for loads in flight: of 227 KiB, a program's result takes up to 64. At least two
-            steps fit, because the products of one run on while the next one's begin.
+        buffers: Bytes of shared memory for loads in flight, at most 163 KiB. At least two steps fit, as products of one run
+            on while those of the next begin. With up to 112 KiB, a multiprocessor holds two programs: products
+            of one run while the other fills its buffers or stores its result.
         snake: Tiles side by side before programs go on to the next rows, so that they find operands in the cache. By
             one column of tiles after the other, all rows would be read again for each.
     """
@@ -34,7 +35,7 @@ class Tiles(NamedTuple):
     rows: int = 128
     depth: int = 64
     columns: int = 128
-    buffers: int = 2**17
+    buffers: int = 3 * 2**15
     snake: int = 8
 
     def refusal(self) -> str | None:

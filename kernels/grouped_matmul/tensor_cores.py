@@ -166,7 +166,8 @@ def row_products(
                 _store_rows(jnp.zeros((height, columns), out.dtype), out, task, column)
 
     out = [jax.ShapeDtypeStruct((count, wide), rows[0].dtype)] * results
-    found = _kernel(body, out, number * across, "grouped_matmul")(*tasks, *inputs, *stacks)
+    name = "matmul" if len(stacks) == 1 else "gated" if accumulators > 1 else "by_rows"
+    found = _kernel(body, out, number * across, f"grouped_{name}")(*tasks, *inputs, *stacks)
     return [vary_like(x[: rows[0].shape[0], :width], *rows, *stacks) for x in found]
 
 
