@@ -25,9 +25,9 @@ class Tiles(NamedTuple):
         depth: Numbers that a step sums over, 64 or 128.
         columns: Columns of a tile, 64 or 128, if there is one sum and they divide the width; of two sums 64. 128 rows
             of 128 columns take half of the registers of Hopper's warpgroup.
-        buffers: Bytes of shared memory for loads in flight, at most 163 KiB. At least two steps fit, as products of one run
-            on while those of the next begin. With up to 112 KiB, a multiprocessor holds two programs: products
-            of one run while the other fills its buffers or stores its result.
+        buffers: Bytes of shared memory for loads in flight, at most 163 KiB. At least two steps fit, so that products
+            of one run on while the next one's begin. With up to 112 KiB, a multiprocessor holds two programs, and
+            products of one run while the other fills its buffers or stores its result.
         snake: Tiles side by side before programs go on to the next rows, so that they find operands in the cache. By
             one column of tiles after the other, all rows would be read again for each.
     """
