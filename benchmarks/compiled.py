@@ -9,6 +9,7 @@
   what the memory model predicts of it; MB received per step, by the traced step.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import layer_operands, product_operands, run_layer
+from benchmarks.resources import compiled_kernels
 from benchmarks.results import Column, Report, Row, Table, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
@@ -65,18 +67,24 @@ def run(keys: Any) -> Report:
     if CPU in keys.absent:
         raise UserError("absent=cpu: only whole steps are compiled for it; name them with step=, or other devices")
     prepare(1)
-    rows = [
-        row
-        for target in keys.absent
-        for name in keys.shapes("accelerator")
-        for row, _ in compile_kernels(target, name, keys.dtype or "bfloat16")
-    ]
+    rows, kernels = [], []
+    for target, name in itertools.product(keys.absent, keys.shapes("accelerator")):
+        with compiled_kernels(target) if target.partition(":")[0] in GPUS else contextlib.nullcontext([]) as found:
+            rows += [row for row, _ in compile_kernels(target, name, keys.dtype or "bfloat16")]
+        kernels += [{"target": target, "shape": name, **each._asdict()} for each in found]
+    for each in kernels:
+        del each["assembly"]
     columns = [Column(name, name) for name in ("target", "part", "shape")]
     columns += [Column(name, f"{name}_bytes", ".3f", 1e9) for name in ("arguments", "results", "temporaries")]
     columns.append(Column("E x T x K x d", "copies_bytes", ".3f", 1e9))
     for title, name in (("outside kernels", "outside_bytes"), ("must move", "must_bytes")):
         columns.append(Column(title, lambda row, name=name: row.get(name), ".3f", 1e9))
-    return Report(rows, [Table("compiled, not run; forward and backward, GB on one device", columns, rows)])
+    tables = [Table("compiled, not run; forward and backward, GB on one device", columns, rows)]
+    if kernels:
+        columns = [Column(name, name) for name in ("target", "shape", "kernel")]
+        columns += [Column(name, name, "d") for name in ("threads", "registers", "spilled", "shared", "blocks")]
+        tables.append(Table("kernels for tensor cores; bytes; blocks that a multiprocessor holds", columns, kernels))
+    return Report([*rows, *kernels], tables)
 
 
 def compile_kernels(target: str, name: str, dtype: Any) -> Iterator[tuple[Row, jax.stages.Compiled]]:

@@ -28,10 +28,10 @@ from moezoo.kernels.grouped_matmul.blocked import ON_GPUS
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target
 
+# Not the depth: two steps of 128 leave no room for a second program on a multiprocessor.
 _TILES = {
     "rows": (64, 128),
     "columns": (64, 128),
-    "depth": (64, 128),
     "buffers": (2**16, 3 * 2**15, 2**17),
     "snake": (1, 2, 4, 8),
 }

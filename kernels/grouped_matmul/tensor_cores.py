@@ -1,21 +1,21 @@
 """Grouped products for NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), in Pallas's dialect for
 their tensor cores, which `chips` has.
 
-A program multiplies one tile. Rows are cut into blocks of a fixed size, whatever the groups; where a block meets
-several groups, each has a *task* of its own, which computes the whole block and stores the rows of its group. Loads
-run ahead of the products in a ring of buffers in shared memory (`emit_pipeline`).
+A program multiplies one tile. The rows of each group are cut into *tasks* of a fixed height. Copies begin at multiples
+of eight rows, so a group's first task begins at most seven rows before the group. A task computes all of its rows and
+stores those of its group. Loads run ahead of the products in a ring of buffers in shared memory (`emit_pipeline`).
 
-    tasks of rows [0, 0, 0, 1, 1, 3, 3, 3] (numbers of their groups) in blocks of four:
-    group 0, block 0, rows 0-2;  group 1, block 0, row 3;  group 1, block 1, row 4;  group 3, block 1, rows 5-7
+    tasks of 4 rows, if copies began at multiples of 2, for rows of the groups [0, 0, 0, 1, 1, 3, 3, 3]:
+    group 0, rows 0-2 of those from 0 on;  group 1, rows 3-4 from 2 on;  group 3, rows 5-7 from 4 on
 
 Rows beyond the last group are one more group, whose result is zero. The number of tasks is known when a program is
-traced: blocks + groups; those that are not needed have no rows. Operands are in bfloat16, sums in float32.
+traced; those that are not needed have no rows. Operands are in bfloat16, sums in float32.
 
 Nothing here asks for a device: programs are compiled where there is none, and interpreted on a CPU. None has been run.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,41 +27,42 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
-from moezoo.kernels.grouped_matmul.chips import Chip
+from moezoo.kernels.grouped_matmul.chips import UNIT, Chip
 from moezoo.parallel.collectives import vary_like
 
-UNIT = 64  # the least columns of a tile
-_ROWS_OF_ARRAY = 8  # shared memory is filled by so many rows at a time; other numbers of rows do not compile
+_ROWS_OF_ARRAY = 8  # shared memory is filled by so many rows at a time: arrays have multiples, and copies begin there
 
 
 class _Tasks(NamedTuple):
-    """For each task its group, the number of its block, and the first and the number of its rows in the block."""
+    """For each task its group, the row at which it begins, the first of its rows counted from there, and how many."""
 
     group: Int[Array, " tasks"]
-    block: Int[Array, " tasks"]
+    begin: Int[Array, " tasks"]
     first: Int[Array, " tasks"]
     size: Int[Array, " tasks"]
 
 
 def _tasks(group_sizes: GroupSizes, rows: int, height: int) -> _Tasks:
-    """Return the tasks of each group in blocks of `height` rows, and of the rows after the last group.
+    """Return the tasks of `height` rows of each group, and of the rows after the last group.
 
     The group of these has the number of groups.
     """
     beyond = rows - group_sizes.sum(dtype=jnp.int32)
     sizes = jnp.concatenate([group_sizes.astype(jnp.int32), beyond[None]])
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
-    starts, groups = ends - sizes, sizes.shape[0]
-    blocks = jnp.where(sizes > 0, (ends - 1) // height - starts // height + 1, 0)
-    ends_of_tasks = jnp.cumsum(blocks, dtype=jnp.int32)
-    number = lax.iota(jnp.int32, pl.cdiv(rows, height) + groups - 1)
+    ends, groups = jnp.cumsum(sizes, dtype=jnp.int32), sizes.shape[0]
+    starts = ends - sizes
+    begins = starts // _ROWS_OF_ARRAY * _ROWS_OF_ARRAY
+    tasks = jnp.where(sizes > 0, (ends - begins + height - 1) // height, 0)
+    ends_of_tasks = jnp.cumsum(tasks, dtype=jnp.int32)
+    # A group of n rows has at most (n + 7 + height - 1) // height tasks.
+    number = lax.iota(jnp.int32, (rows + (height + _ROWS_OF_ARRAY - 2) * groups) // height)
     group = (ends_of_tasks[None] <= number[:, None]).sum(1, dtype=jnp.int32)
     used, group = group < groups, jnp.minimum(group, groups - 1)
-    block = starts[group] // height + number - (ends_of_tasks - blocks)[group]
-    block = jnp.where(used, block, 0)
-    first = jnp.maximum(starts[group], block * height)
-    size = jnp.minimum(ends[group], (block + 1) * height) - first
-    return _Tasks(group, block, first - block * height, jnp.where(used, size, 0))
+    begin = begins[group] + (number - (ends_of_tasks - tasks)[group]) * height
+    begin = jnp.where(used, begin, 0)
+    first = jnp.maximum(starts[group], begin)
+    size = jnp.minimum(ends[group], begin + height) - first
+    return _Tasks(group, begin, first - begin, jnp.where(used, size, 0))
 
 
 def _padded(x: Array, *multiples: int) -> Array:
@@ -86,7 +87,7 @@ def _columns(chip: Chip, width: int, accumulators: int = 1) -> int:
 
 def _store_rows(value: Array, out: Any, task: Any, column: Any) -> None:
     """Store the rows of a task's group: 2**i rows for each bit of their number, because sizes of copies are static."""
-    (block, first, size), (rows, columns) = task, value.shape
+    (begin, first, size), (rows, columns) = task, value.shape
 
     @functools.partial(pl.run_scoped, tile=plgpu.SMEM(value.shape, dtype=out.dtype))
     def _(tile: Any) -> None:
@@ -97,7 +98,7 @@ def _store_rows(value: Array, out: Any, task: Any, column: Any) -> None:
 
             @pl.when(size & length != 0)
             def _(start: Any = start, length: int = length) -> None:
-                there = out.at[pl.ds(block * rows + start, length), pl.ds(column * columns, columns)]
+                there = out.at[pl.ds(begin + start, length), pl.ds(column * columns, columns)]
                 plgpu.copy_smem_to_gmem(tile.at[pl.ds(start, length)], there)
 
             start, length = start + (size & length), length // 2
@@ -115,7 +116,8 @@ def row_products(
 ) -> list[Float[Array, "rows b"]]:
     """Multiply each row by its group's matrices, and store what `finish` makes of the products in float32.
 
-    One array of rows is multiplied by every stack; of several, each by its own, and there is one sum of all products.
+    One array of rows is multiplied by every stack; of several, each by its own, one after the other, and there is one
+    sum of all products.
     """
     tiles = chip.tiles
     height, step_depth = tiles.rows, tiles.depth
@@ -127,28 +129,32 @@ def row_products(
     columns, tasks = _columns(chip, wide, accumulators), _tasks(group_sizes, count, height)
     depth, groups, across = inputs[0].shape[1] // step_depth, group_sizes.shape[0], wide // columns
     shape, number = (step_depth, columns) if contract == 1 else (columns, step_depth), tasks.group.shape[0]
-    steps = min(depth, tiles.buffers // (2 * step_depth * (height * len(inputs) + columns * len(stacks))))
-    terms = len(stacks) // accumulators  # of a sum, in each step
+    steps = min(depth, tiles.steps(height + columns * accumulators))
 
-    def body(group_ref: Any, block_ref: Any, first_ref: Any, size_ref: Any, *refs: Any) -> None:
+    def body(group_ref: Any, begin_ref: Any, first_ref: Any, size_ref: Any, *refs: Any) -> None:
         here, matrices, outs = refs[: len(inputs)], refs[len(inputs) : -results], refs[-results:]
         at, column = plgpu.planar_snake(lax.axis_index("program"), (number, across), 1, tiles.snake)
-        group, task = group_ref[at], (block_ref[at], first_ref[at], size_ref[at])
+        group, task = group_ref[at], (pl.multiple_of(begin_ref[at], _ROWS_OF_ARRAY), first_ref[at], size_ref[at])
 
-        def sums(*totals: Any) -> list[Array]:
-            def step(index: Any, *tiles: Any) -> None:
-                for i, matrix in enumerate(tiles[len(inputs) :]):
-                    total, x = totals[min(i, accumulators - 1)], tiles[min(i, len(inputs) - 1)]
+        def add_all(totals: Sequence[Any], x: Any, of_rows: Sequence[Any], is_first: bool) -> None:
+            def step(index: Any, x: Any, *tiles: Any) -> None:
+                for total, matrix in zip(totals, tiles, strict=True):
                     matrix = matrix if contract == 1 else matrix.transpose((1, 0))
-                    chip.add(total, x, matrix, index[0] * terms + i // accumulators)
+                    chip.add(total, x, matrix, index[0], accumulators, is_first & (index[0] == 0))
 
             there = lambda i: (i, column) if contract == 1 else (column, i)  # noqa: E731
-            later = min(1, steps - 1)  # a buffer is in use for one step more, as products run on
-            specs = [plgpu.BlockSpec((height, step_depth), lambda i: (task[0], i), delay_release=later) for _ in inputs]
-            specs += [plgpu.BlockSpec(shape, there, delay_release=later) for _ in stacks]
+            later = min(1, depth - 1)  # a buffer is in use for one step more, as products run on
+            specs = [plgpu.BlockSpec((height, step_depth), lambda i: (0, i), delay_release=later)]
+            specs += [plgpu.BlockSpec(shape, there, delay_release=later) for _ in of_rows]
             pipeline = plgpu.emit_pipeline(step, grid=(depth,), in_specs=specs, max_concurrent_steps=steps)
-            pipeline(*here, *(stack.at[group] for stack in matrices))
-            return [chip.finish(total, depth * terms) for total in totals]
+            pipeline(x.at[pl.ds(task[0], height)], *(stack.at[group] for stack in of_rows))
+            for total in totals:
+                chip.settle(total, depth)
+
+        def sums(*totals: Any) -> list[Array]:
+            for i, x in enumerate(here):
+                add_all(totals, x, matrices if len(here) == 1 else matrices[i : i + 1], i == 0)
+            return [chip.finish(total) for total in totals]
 
         @pl.when((task[2] > 0) & (group < groups))
         def _() -> None:
@@ -162,7 +168,8 @@ def row_products(
                 _store_rows(jnp.zeros((height, columns), out.dtype), out, task, column)
 
     out = [jax.ShapeDtypeStruct((count, wide), rows[0].dtype)] * results
-    found = _kernel(body, out, number * across, "grouped_matmul")(*tasks, *inputs, *stacks)
+    name = "matmul" if len(stacks) == 1 else "gated" if accumulators > 1 else "by_rows"
+    found = _kernel(body, out, number * across, f"grouped_{name}")(*tasks, *inputs, *stacks)
     return [vary_like(x[: rows[0].shape[0], :width], *rows, *stacks) for x in found]
 
 
@@ -190,7 +197,7 @@ def outer(
     down, across = (x.shape[1] // size for x, size in zip(operands, shape, strict=True))
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes.astype(jnp.int32)
-    steps = chip.tiles.buffers // (2 * depth * sum(shape))
+    steps = chip.tiles.steps(sum(shape))
 
     def body(start_ref: Any, end_ref: Any, rows_ref: Any, others_ref: Any, out: Any) -> None:
         program = lax.axis_index("program")
@@ -212,7 +219,7 @@ def outer(
                         x[...] = jnp.where((number >= start) & (number < end), x[...], jnp.zeros((), x.dtype))
                     plgpu.commit_smem()
 
-                chip.add(accumulator, tiles[0].transpose((1, 0)), tiles[1], index[0])
+                chip.add(accumulator, tiles[0].transpose((1, 0)), tiles[1], index[0], 1, index[0] == 0)
 
             specs = [
                 plgpu.BlockSpec((depth, size), lambda i, column=column: (first + i, column), delay_release=1)
@@ -220,7 +227,8 @@ def outer(
             ]
             pipeline = plgpu.emit_pipeline(step, grid=(blocks,), in_specs=specs, max_concurrent_steps=steps)
             pipeline(rows_ref, others_ref)
-            return chip.finish(accumulator, blocks)
+            chip.settle(accumulator, blocks)
+            return chip.finish(accumulator)
 
         def store(value: Array) -> None:
             @functools.partial(pl.run_scoped, tile=plgpu.SMEM(shape, dtype=out.dtype))

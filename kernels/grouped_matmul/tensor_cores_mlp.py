@@ -47,15 +47,15 @@ def _backward(chip: Chip, activation: Activation, keep: Keep, residuals: Any, co
     del keep
     tokens, gates, plan, weights, kept = residuals
     plan = jax.tree.map(jnp.asarray, plan)  # numbers that are known when a program is traced are no arrays here
-    sizes, back = plan.group_sizes, permute(cotangent, plan)
-    both = kept or products(chip, permute(tokens, plan), weights, sizes)
+    sizes, rows, back = plan.group_sizes, permute(tokens, plan), permute(cotangent, plan)
+    both = kept or products(chip, rows, weights, sizes)
     inner, pull = jax.vjp(lambda *both: activate(both, sizes, activation), *both)
     by_inner = multiply(chip, back, weights.down, sizes, 2).astype(jnp.float32)
     gate = jnp.take(gates.reshape(-1), plan.assignment, mode="fill", fill_value=0)[:, None]
     by_gates = jnp.take((inner.astype(jnp.float32) * by_inner).sum(1), plan.row, mode="fill", fill_value=0)
     by_both = pull((gate * by_inner).astype(inner.dtype))
     by_down = outer(chip, (gate * inner.astype(jnp.float32)).astype(inner.dtype), back, sizes, weights.down.dtype)
-    by_rows, (by_gate, by_up, *biases) = backward(chip, permute(tokens, plan), weights, sizes, by_both)
+    by_rows, (by_gate, by_up, *biases) = backward(chip, rows, weights, sizes, by_both)
     by_tokens = sum_rows(by_rows, plan.row, None)
     return by_tokens, by_gates.astype(gates.dtype), None, ExpertWeights(by_gate, by_up, by_down, *biases)
 

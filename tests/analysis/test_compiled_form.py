@@ -50,7 +50,10 @@ ON_TPU = {
 }
 
 KERNELS = {
-    "h200": {"attention", "attention_by_keys", "attention_by_queries", "grouped_matmul", "grouped_outer"},
+    "h200": {
+        *("attention", "attention_by_keys", "attention_by_queries"),
+        *("grouped_by_rows", "grouped_gated", "grouped_matmul", "grouped_outer"),
+    },
     "v5p": {
         "splash_mha_fwd_residuals",
         "splash_mha_dkv_no_residuals",

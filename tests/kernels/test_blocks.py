@@ -140,7 +140,7 @@ def test_a_file_that_is_no_table_is_refused(table, monkeypatch, tmp_path):
         ({"buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
         ({"rows": 64, "buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
         (
-            {"columns": 64, "buffers": 3 * 2**14 - 1},
+            {"rows": 64, "columns": 64, "buffers": 3 * 2**14 - 1},
             "buffers=49151 must be from 49152",
         ),
         ({"depth": 128, "buffers": 2**16}, "buffers=65536 must be from 131072"),

@@ -1,6 +1,7 @@
 """Experts as one loop, compared with the permutations and products that it replaces."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 from programs import executed_products, largest_array
 
 from moezoo import Execution
-from moezoo.kernels.grouped_matmul import routed, routed_mlp
+from moezoo.kernels.grouped_matmul import routed, routed_mlp, tensor_cores_mlp
+from moezoo.kernels.grouped_matmul.backend import ExpertWeights
+from moezoo.kernels.grouped_matmul.chips import HOPPER
 from moezoo.kernels.permute import plan
+from moezoo.parallel.traces import equations
 
 TOKENS, K, EXPERTS, EMBED, MLP = 24, 2, 4, 5, 3
 
@@ -128,3 +132,20 @@ def test_rematerialisation_repeats_no_loop(remat, loops):
         return value, pull(cotangent)
 
     assert len(executed_products(step, *operands())) == loops * 4
+
+
+@pytest.mark.parametrize("keep", ["inputs", "products"])
+def test_kernels_of_gpus_gather_tokens_once_per_pass(keep):
+    """And the backward pass the cotangents; no compiler needs to notice that rows are made twice."""
+    tokens, gates, *weights, _ = operands("bfloat16")
+    here = plan(jnp.asarray(choose((3, 0, 2, 1))), 0, EXPERTS)
+
+    def both(tokens, gates, weights, cotangent):
+        run = lambda *operands: tensor_cores_mlp.routed_mlp(HOPPER, *operands, jnp.minimum, keep)  # noqa: E731
+        value, pull = jax.vjp(lambda x, g, w: run(x, g, here, w), tokens, gates, weights)
+        return value, pull(cotangent)
+
+    jaxpr = jax.make_jaxpr(both)(tokens, gates, ExpertWeights(*weights), tokens)
+    gathers: list[Any] = [each.equation for each in equations(jaxpr) if each.equation.primitive.name == "gather"]
+    shapes = [gather.outvars[0].aval.shape for gather in gathers]
+    assert sum(shape == (*here.assignment.shape, EMBED) for shape in shapes) == 3
