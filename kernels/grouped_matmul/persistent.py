@@ -111,9 +111,9 @@ def _filled(x: Array, multiples: tuple[int, int]) -> Array:
 def _store(value: Float[Array, "rows columns"], tiles: Any, out: Any, row: Any, column: Any, low: Any, high: Any):
     """Store the rows [low, high) of a value at `row` and `column` of `out`, 64 columns after the other.
 
-    Copies have static sizes: all rows, or 2**i rows for each bit of their number. Whole tiles are swizzled in shared
-    memory, which takes an eighth of the time, but can be cut at multiples of 8 rows only; so there are two kinds of
-    tiles in one place, of each two, as copies run on.
+    Copies have static sizes: all rows, or 2**i rows for each bit of their number. Where all rows are stored, they are
+    swizzled in shared memory, so that eight are written at once; such a tile could be cut at multiples of 8 rows only.
+    So there are two kinds of tiles in one place, and two of each, as copies run on.
     """
     (whole, cut), size = tiles, high - low
     for part in range(value.shape[1] // _UNIT):
