@@ -108,7 +108,9 @@ def _filled(x: Array, multiples: tuple[int, int]) -> Array:
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in more)]) if any(more) else x
 
 
-def _store(value: Float[Array, "rows columns"], tiles: Any, out: Any, row: Any, column: Any, low: Any, high: Any):
+def _store(
+    value: Float[Array, "rows columns"], tiles: Any, out: Any, row: Any, column: Any, low: Any, high: Any
+) -> None:
     """Store the rows [low, high) of a value at `row` and `column` of `out`, 64 columns after the other.
 
     Copies have static sizes: all rows, or 2**i rows for each bit of their number. Where all rows are stored, they are
