@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 from test_grouped_matmul import GROUPS, check, group_sizes, operands, value_and_gradients
+from test_tensor_cores import with_nan
 
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api, persistent
@@ -32,12 +33,6 @@ def interpret(monkeypatch):
     mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     monkeypatch.setitem(api.BACKENDS, NAME, api.BACKENDS[NAME]._replace(runs_on=anywhere))
     return lambda **asked: mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams(**asked))
-
-
-def with_nan(sizes: Any, *arrays: Any) -> list[Any]:
-    """Return arrays of rows with NaN beyond the last group."""
-    beyond = np.arange(arrays[0].shape[0])[:, None] >= sum(sizes)
-    return [jnp.where(beyond, jnp.nan, x) for x in arrays]
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,11 +63,12 @@ def test_products_are_done_before_their_slot_is_free(contract):
     traced = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     found = []
     for each in equations(traced):
-        name, parameters = each.equation.primitive.name.removesuffix("_p"), each.equation.params
+        equation: Any = each.equation
+        name, parameters = equation.primitive.name.removesuffix("_p"), equation.params
         if name in ("wgmma_ref", "barrier_arrive"):
             found.append(name)
         elif name == "wgmma_wait":
-            found.append(parameters["n"] if "n" in parameters else each.equation.invars[0].val)  # jax 0.10
+            found.append(parameters["n"] if "n" in parameters else equation.invars[0].val)  # jax 0.10
         elif name == "wgmma_accumulator_deref":
             found.append(parameters.get("wait_n", 0))
     assert found == ["wgmma_ref", 1, "barrier_arrive", 0, "barrier_arrive"]
