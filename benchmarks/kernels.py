@@ -21,14 +21,14 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log, points, s
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.timing import WORK, Candidate, Timing, compile_passes, measure
 from moezoo.errors import UserError
-from moezoo.kernels.grouped_matmul import chosen_backend, grouped_matmul
+from moezoo.kernels.grouped_matmul import BACKENDS, chosen_backend, grouped_matmul
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.positions import Context
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.kernels import Kernels, device_target
+from moezoo.parallel.kernels import Kernels, Target, anywhere, device_target
 from moezoo.parallel.mesh import start
 
 Routing = Literal["uniform", "zipf"]
@@ -155,6 +155,12 @@ def _expands(shape: Shape, dtype: Any) -> bool:
     return jax.default_backend() != "tpu" and size > _MOST_BYTES
 
 
+def products_for(target: Target, dtype: Any = "bfloat16") -> list[str]:
+    """Return the backend that is chosen for a target, and others that are made for it."""
+    made = [name for name, one in BACKENDS.items() if one.runs_on is not anywhere and one.takes(target, dtype)]
+    return list(dict.fromkeys((chosen_backend(target, (), dtype), *made)))
+
+
 def product_operands(shape: Shape, routing: Routing, dtype: Any) -> tuple[tuple, tuple, jax.Array]:
     """Return rows [T*K, d], sorted by expert, and weights [E, d, f]; the rows per expert [E]; a cotangent [T*K, f]."""
     t, d, f, e, k = shape
@@ -169,8 +175,8 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
     yield MATMUL, partial(compile_passes, jnp.matmul, (x, w[0]), (), c)
     if t * k % e == 0:
         yield BATCHED, partial(compile_passes, jnp.matmul, (x.reshape(e, -1, d), w), (), c.reshape(e, -1, f))
-    own = chosen_backend(device_target(jax.devices()[0]), (), dtype)
-    for backend in dict.fromkeys((own, "blocked")):
+    own, *others = products_for(device_target(jax.devices()[0]), dtype)
+    for backend in dict.fromkeys((own, *others, "blocked")):
         call = partial(grouped_matmul, implementation=None if backend == own else backend)
         yield f"moezoo {backend}", partial(compile_passes, call, (x, w), (sizes,), c)
     ragged = partial(compile_passes, lax.ragged_dot, (x, w), (sizes,), c)
@@ -231,12 +237,9 @@ def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         execution = Execution(dtype=dtype, remat="none", kernels=Kernels(grouped_matmul=(backend,)))
         return compile_passes(partial(run_layer, execution), (x, block), fixed, c)
 
-    target = device_target(jax.devices()[0])
-    own = chosen_backend(target, (), dtype)
-    for backend in dict.fromkeys((own, "blocked")):
+    own, *others = products_for(device_target(jax.devices()[0]), dtype)
+    for backend in dict.fromkeys((own, *others, "blocked")):
         yield f"moezoo {backend}", partial(with_backend, backend)
-    if target.platform == "tpu":
-        yield "moezoo megablox", partial(with_backend, "megablox")
     if own != "ragged_dot":
         yield "moezoo ragged_dot", None if _expands(shape, dtype) else partial(with_backend, "ragged_dot")
     yield from torch_peers.layers(x, block, c)

@@ -16,14 +16,14 @@ import jax
 import numpy as np
 
 from benchmarks import attention
-from benchmarks.kernels import layer_operands, run_layer
+from benchmarks.kernels import layer_operands, products_for, run_layer
 from benchmarks.results import Row, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.errors import UserError
 from moezoo.kernels import blocks
 from moezoo.kernels.attention import chunked
-from moezoo.kernels.grouped_matmul import chips, chosen_backend
+from moezoo.kernels.grouped_matmul import chips, persistent
 from moezoo.kernels.grouped_matmul.blocked import ON_GPUS
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target
@@ -46,6 +46,10 @@ TRIED: dict[str, tuple[Any, dict[str, Sequence[Any]]]] = {
     ),
     "chunked": (chunked.ON_GPUS, {"queries": (256, 512, 1024), "keys": (256, 512, 1024, 2048)}),
     "hopper": (chips.HOPPER.tiles, _TILES),
+    "hopper_persistent": (
+        persistent.Sizes(),
+        {"programs": (114, 132), "columns": (128, 192, 256), "slots": (3, 4), "snake": (1, 2, 4, 8, 16)},
+    ),
     "blackwell": (chips.BLACKWELL.tiles, _TILES),
 }
 
@@ -58,8 +62,7 @@ def tune(target: Target, names: Sequence[str], keys: Any) -> Iterator[Row]:
     """
     if target.capability is None:
         raise UserError(f"tune=true measures sizes for GPUs, and this is {target.platform}; leave it out")
-    fastest = chosen_backend(target)
-    for backend in dict.fromkeys((fastest, "blocked", "chunked")):
+    for backend in dict.fromkeys((*products_for(target), "blocked", "chunked")):
         if backend in TRIED:
             yield from _tune(backend, target.capability, names, keys)
 

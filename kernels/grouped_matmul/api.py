@@ -29,6 +29,7 @@ from moezoo.parallel.kernels import (
     choose,
     passed_over,
     run,
+    runs_on_hopper,
     runs_on_tpu,
 )
 from moezoo.parallel.stacked import InStack, on_cpu
@@ -59,6 +60,20 @@ def _tensor_cores(chip: str, capability: str) -> Backend:
     return Backend(**kernels, runs_on=runs_on, dtypes=("bfloat16",), for_gpu=with_tiles)
 
 
+def _persistent(gpu: Target | None = None) -> Any:
+    """Return the product of programs that stay, imported as `_nvidia` does."""
+
+    def multiply(*operands: Any, **options: Any) -> Any:
+        from moezoo.kernels.grouped_matmul import persistent
+
+        sizes = persistent.Sizes()
+        if gpu is not None:
+            sizes = blocks.measured(sizes, "hopper_persistent", gpu, persistent.Sizes.refusal)
+        return persistent.multiply(sizes, *operands, **options)
+
+    return multiply
+
+
 def _megablox(name: str) -> Any:
     """Return a function of the kernels for TPUs by its name, imported as `_nvidia` does."""
 
@@ -74,6 +89,13 @@ def _megablox(name: str) -> Any:
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.multiply, reference.outer),
     "hopper": _tensor_cores("hopper", "9.0"),
+    "hopper_persistent": Backend(
+        _persistent(),
+        _nvidia("hopper", "outer"),
+        runs_on=runs_on_hopper,
+        dtypes=("bfloat16",),
+        for_gpu=lambda one, gpu: one._replace(multiply=_persistent(gpu), outer=_nvidia("hopper", "outer", gpu)),
+    ),
     "blackwell": _tensor_cores("blackwell", "10.0"),
     "blocked": Backend(
         blocked.multiply,
@@ -162,6 +184,7 @@ def grouped_matmul(
     | backend | runs on | work |
     |---|---|---|
     | `hopper` | NVIDIA GPUs of compute capability 9.0, in bfloat16; the default there | the rows in groups |
+    | `hopper_persistent` | as `hopper`, by name only: another product for each row | the rows in groups |
     | `blackwell` | NVIDIA GPUs of compute capability 10.0, in bfloat16; the default there | the rows in groups |
     | `blocked` | everything; the default except there and on TPUs | the rows in groups |
     | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |

@@ -27,7 +27,7 @@ from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import build_execution
 from moezoo.errors import UserError
 from moezoo.kernels.attention import Attended, Operands, attend, by_intervals
-from moezoo.kernels.grouped_matmul import grouped_matmul, ragged_dot
+from moezoo.kernels.grouped_matmul import BACKENDS, grouped_matmul, ragged_dot
 from moezoo.kernels.grouped_matmul.routed import SIZES
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
@@ -87,10 +87,11 @@ def test_a_narrow_gradient_of_experts_compiles():
 
 @pytest.mark.absent
 @pytest.mark.usefixtures("_uncached")
-def test_any_size_compiles_for_an_h200():
+@pytest.mark.parametrize("names", [(), ("hopper_persistent",)], ids=str)
+def test_any_size_compiles_for_an_h200(names):
     """The kernels' tiles, of memory too, divide neither the rows nor the widths."""
     device = absent_devices("h200")[0]
-    product = functools.partial(grouped_matmul, implementation=KernelOrder((), device_target(device)))
+    product = functools.partial(grouped_matmul, implementation=KernelOrder(names, device_target(device)))
 
     def passes(rows: Any, weights: Any, sizes: Any) -> Any:
         return jax.vjp(lambda x, w: product(x, w, sizes), rows, weights)[1](rows[:, :72])
@@ -99,6 +100,33 @@ def test_any_size_compiles_for_an_h200():
         shapes = ((rows, 136), jnp.bfloat16), ((4, 136, 72), jnp.bfloat16), ((4,), jnp.int32)
         text = compile_for(device, passes, *(jax.ShapeDtypeStruct(*shape) for shape in shapes)).as_text()
         assert (text or "").count('custom_call_target="mosaic_gpu') == 2
+
+
+@pytest.mark.absent
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize("contract", [1, 2])
+def test_the_product_of_programs_that_stay_on_an_h200(contract, monkeypatch, capfd):
+    """No register is spilled, products are issued together, and done before their slot in shared memory is free."""
+    for name in ("PTX", "PTXAS"):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", "1")
+    shape, device = ACCELERATOR["S2"], absent_devices("h200")[0]
+    multiply = functools.partial(BACKENDS["hopper_persistent"].multiply, contract=contract)
+    rows, weights = (shape.rows, shape.embed), (shape.experts, shape.embed, shape.mlp)
+    weights = weights if contract == 1 else (shape.experts, shape.mlp, shape.embed)
+    shapes = (rows, jnp.bfloat16), (weights, jnp.bfloat16), ((shape.experts,), jnp.int32)
+    memory = memory_of(compile_for(device, multiply, *(jax.ShapeDtypeStruct(*each) for each in shapes)))
+    assert memory is not None
+    assert memory.temporaries < 0.001 * memory.results
+    printed = capfd.readouterr().out
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in printed
+    assert "Used 168 registers" in printed  # as many as 384 threads can have, before they exchange them
+    assert "serialized" not in printed
+    # A warpgroup frees a slot (it arrives without bytes) after it has waited for all but one product, or for all.
+    pattern = r"wgmma\.(mma_async|commit_group|wait_group\S+ \d)|(mbarrier\.arrive)\.release\.cta\S+ _, \[%r\d+\], 1;"
+    found = [" ".join(filter(None, each)) for each in re.findall(pattern, printed)]
+    step = [*["mma_async"] * 4, "commit_group", "wait_group.sync.aligned 1", "mbarrier.arrive"]
+    end = ["wait_group.sync.aligned 0", "mbarrier.arrive"]
+    assert found in (step + end, end + step)  # what follows a loop may be printed before it
 
 
 @pytest.mark.absent

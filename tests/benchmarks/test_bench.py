@@ -21,6 +21,7 @@ from moezoo.analysis.work import model_flops
 from moezoo.cli.command import execute
 from moezoo.config.compose import compose
 from moezoo.config.overrides import groups
+from moezoo.parallel.kernels import Target
 
 KEYS = [
     "part",
@@ -455,6 +456,14 @@ def test_group_sizes(routing):
     skew = sizes.max() / sizes.mean()
     assert skew < 1.3 if routing == "uniform" else skew > 2
     np.testing.assert_array_equal(sizes, kernels.group_sizes(Shape(1000, 1, 1, 16, 4), routing))
+
+
+def test_kernels_of_a_chip_are_timed_together():
+    """The default comes first; what is taken by name follows."""
+    chips = Target("cuda", "9.0"), Target("cuda", "10.0"), Target("cuda", "8.0"), Target("tpu"), Target("cpu")
+    named = [["hopper", "hopper_persistent"], ["blackwell"], ["blocked"], ["ragged_dot", "megablox"], ["blocked"]]
+    assert [kernels.products_for(chip) for chip in chips] == named
+    assert kernels.products_for(chips[0], "float32") == ["blocked"]
 
 
 def test_registry_has_the_published_sizes():

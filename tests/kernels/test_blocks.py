@@ -158,9 +158,26 @@ def test_tiles_that_cannot_work_are_refused(sizes, reason):
     assert str(caught.value).endswith(f"9.0 hopper: {reason}{rest}; remove the entry, or measure again")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"columns": 100}, "columns=100 must be 64, 128, 192 or 256"),
+        ({"slots": 5}, "slots=5 must be from 2 to 4 for tiles of 256 columns"),
+        ({"columns": 128, "slots": 1}, "slots=1 must be from 2 to 6 for tiles of 128 columns"),
+    ],
+)
+def test_sizes_of_programs_that_stay_are_refused(sizes, reason):
+    x, weights, _ = operands(40, "bfloat16")
+    order = KernelOrder(("hopper_persistent",), Target("cuda", "9.0"))
+    run = functools.partial(grouped_matmul, group_sizes=jnp.asarray((0, 5, 17, 1)), implementation=order)
+    with blocks.trying({"9.0": {"hopper_persistent": sizes}}), pytest.raises(UserError) as caught:
+        jax.eval_shape(run, x, weights)
+    assert str(caught.value).endswith(f"9.0 hopper_persistent: {reason}; remove the entry, or measure again")
+
+
 def test_tiles_that_tune_tries_are_accepted():
     """Fields are varied one by one; the least buffers alone are too small for the largest tiles."""
-    for name in ("hopper", "blackwell"):
+    for name in ("hopper", "hopper_persistent", "blackwell"):
         sizes, choices = tuning.TRIED[name]
         tried = [sizes._replace(**{field: value}) for field, values in choices.items() for value in values]
         assert [each.refusal() for each in tried] == [None] * len(tried)

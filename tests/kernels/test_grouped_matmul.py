@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -216,10 +217,14 @@ def test_the_choice_on_gpus():
     for capability in ("8.0", "10.3", None):
         assert chosen_backend(Target("cuda", capability)) == "blocked"
     assert chosen_backend(hopper, ("hopper", "reference"), "float32") == "reference"
+    assert chosen_backend(hopper, ("hopper_persistent",)) == "hopper_persistent"
     x, weights, _ = operands(4)
-    for target, where in ((hopper, "cuda 9.0 with float32"), (Target("cpu"), "cpu with float32")):
-        order = KernelOrder(("hopper",), target)
-        wanted = f"^grouped_matmul=hopper: does not run on {where}; choose reference or blocked or ragged_dot$"
+    refused = itertools.product(
+        ("hopper", "hopper_persistent"), ((hopper, "cuda 9.0 with float32"), (Target("cpu"), "cpu with float32"))
+    )
+    for name, (target, where) in refused:
+        order = KernelOrder((name,), target)
+        wanted = f"^grouped_matmul={name}: does not run on {where}; choose reference or blocked or ragged_dot$"
         with pytest.raises(UserError, match=wanted):
             grouped_matmul(x, weights, jnp.zeros(4, jnp.int32), implementation=order)
 

@@ -30,8 +30,9 @@ RING = ("mesh.context=2", "execution.context_parallel=ring")
 @pytest.fixture
 def _hopper(monkeypatch):
     mosaic_gpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    for backends in (attention.BACKENDS, products.BACKENDS):
-        monkeypatch.setitem(backends, "hopper", backends["hopper"]._replace(runs_on=anywhere))
+    named = (attention.BACKENDS, "hopper"), (products.BACKENDS, "hopper"), (products.BACKENDS, "hopper_persistent")
+    for backends, name in named:
+        monkeypatch.setitem(backends, name, backends[name]._replace(runs_on=anywhere))
     # Rematerialisation takes no interpreted kernel.
     monkeypatch.setattr("moezoo.parallel.execution.rematerialise", lambda layer, remat: layer)
     with mosaic_gpu.force_gpu_interpret_mode(mosaic_gpu.InterpretGPUParams()):
@@ -70,7 +71,11 @@ def check(found: list[float], wanted: list[float], most: int, rounding: float) -
 
 
 @pytest.mark.usefixtures("_hopper")
-@pytest.mark.parametrize("kernels", [("hopper", "reference"), ("blocked", "hopper")], ids=["experts", "attention"])
+@pytest.mark.parametrize(
+    "kernels",
+    [("hopper", "reference"), ("hopper_persistent", "reference"), ("blocked", "hopper")],
+    ids=["experts", "experts by programs that stay", "attention"],
+)
 def test_steps_of_training(kernels):
     """Kernels run inside the step's shard_map and scan. Sums of a few roundings differ."""
     found, wanted = run(*kernels), run("blocked", "reference")
