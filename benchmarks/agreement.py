@@ -272,16 +272,16 @@ def compare(check: Check, program: Callable[..., Any], operands: Sequence[Any], 
     _, backend, role = check.kernel.name.split(" ", 2)
     row = _row(f"moezoo {backend}", role, check.dtype, float(error), check.bounds)
     row |= {"sizes": check.sizes, "differing": differing, "repeats": repeats, "tail_is_zero": is_zero}
-    return row | { "agrees": row["agrees"] and is_zero and not differing}
+    return row | {"agrees": row["agrees"] and is_zero and not differing}
 
 
 def _row(name: str, result: str, dtype: str, error: float, bounds: dict[str, float]) -> Row:
-    roundings = float(error) / ROUNDING[dtype]
+    roundings = float(error) / ROUNDING[dtype]  # may be NaN, which is no JSON
     return {
         "implementation": name,
         "result": result,
         "dtype": dtype,
-        "roundings": round(roundings, 3),
+        "roundings": round(roundings, 3) if np.isfinite(roundings) else None,
         "bound": bounds[dtype],
         "agrees": bool(roundings <= bounds[dtype]),
     }

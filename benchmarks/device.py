@@ -14,6 +14,7 @@ One process at a time runs, as a TPU serves only one.
 
 import contextlib
 import datetime
+import glob
 import json
 import operator
 import os
@@ -29,6 +30,7 @@ import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
 from moezoo.cli.doctor import messages
 from moezoo.errors import UserError, last_words
+from moezoo.training.files import replace_text
 
 MARK = "moezoo-bench "  # the start of a line of a part's process that is a message
 COMPILE = "compile"  # the unit that compiles all programs of a part at once
@@ -88,22 +90,20 @@ class _Session:
 
     def __init__(self, keys: Any, folder: Path):
         self.keys, self.folder, self.end = keys, folder, time.monotonic() + keys.seconds
+        self.date = f"{datetime.date.today()}"
+        # What must be the same in all rows.
         self.labels: Row = {"size": f"toy ({keys.rehearse})" if keys.rehearse else "full"}
         earlier = _read(Path(keys.resume) / ROWS) if keys.resume else []
-        is_same = keys.resume and Path(keys.resume).resolve() == folder.resolve()
         self.rows = _latest(earlier)
-        self._file = (folder / ROWS).open("a", encoding="utf-8")
-        if not is_same:
-            self._write(self.rows)
+        replace_text(folder / ROWS, "".join(json.dumps(row) + "\n" for row in self.rows))
 
-    def _write(self, rows: Sequence[Row]) -> None:
-        self._file.write("".join(json.dumps(row) + "\n" for row in rows))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def add(self, row: Row) -> None:
-        """Keep a row; the one that begins a unit replaces what an earlier try left."""
-        self._write([row])
+    def add(self, row: Row, part: Part) -> None:
+        """Keep a row of a part; the one that begins a unit replaces what an earlier try left."""
+        row = {"part": part.title, **row, **self.labels, "date": self.date}
+        with (self.folder / ROWS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         self.rows = _latest([*self.rows, row])
         if "event" not in row:
             print(json.dumps(row), flush=True)
@@ -144,11 +144,7 @@ def _latest(rows: Sequence[Row]) -> list[Row]:
 
 def _read(path: Path) -> list[Row]:
     """Return the rows of an earlier call. A last line that was cut is none. Raises `UserError` for other lines."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError as error:
-        raise UserError(f"resume={path.parent}: {ROWS} cannot be read there ({error.strerror})") from None
-    rows = []
+    lines, rows = path.read_text(encoding="utf-8").splitlines(keepends=True), []
     for number, line in enumerate(lines, 1):
         row = None
         with contextlib.suppress(json.JSONDecodeError):
@@ -199,17 +195,17 @@ def _measure(session: _Session, part: Part) -> None:
         before = len(tried)
         fault = _run_process(session, part, end, tried)
         if fault is None:
-            session.add({"part": part.title, "unit": "", "event": "whole"})
+            session.add({"unit": "", "event": "whole"}, part)
             return
         if part.name == "env" and not fault.unit:
             raise UserError(fault.reason)
         log(f"{part.title} {fault.unit}: {fault.reason}")
-        row = {"part": part.title, "unit": fault.unit, "implementation": "", **session.labels}
+        row: Row = {"unit": fault.unit, "implementation": ""}
         row |= {"kernel": fault.kernel} if fault.kernel and not fault.is_over else {}
         # A process may also end between two units: after an error on a GPU it can compute nothing more.
         is_stuck = not fault.unit and len(tried) == before
         if fault.is_over or fault.unit or is_stuck:
-            session.add(row | {"left_out" if fault.is_over else "error": fault.reason})
+            session.add(row | {"left_out" if fault.is_over else "error": fault.reason}, part)
         if fault.is_over or is_stuck:
             return
         tried += [fault.unit] * bool(fault.unit)
@@ -248,7 +244,7 @@ def _run_process(session: _Session, part: Part, end: float, tried: list[str]) ->
                     reason = f"the {whose} is out of time" if is_over else f"it did not end in {limit:g} s"
                     kill()
                     break
-                session.add({**message, "part": part.title, "date": f"{datetime.date.today()}", **session.labels})
+                session.add(message, part)
                 event = message.get("event")
                 if event == "end":
                     tried.append(unit)
@@ -293,9 +289,14 @@ def _command(session: _Session, part: Part, tried: Sequence[str]) -> list[str]:
 
 
 def _environment(part: Part) -> Mapping[str, str]:
-    # PyTorch has a GPU's memory to itself. Otherwise JAX takes as much as it may, so that a model of most of it fits.
-    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if part.name == "torch" else {}
-    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, **memory, "PYTHONUNBUFFERED": "1"}
+    """Return the variables of a part's process; what the user has set stays."""
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, "PYTHONUNBUFFERED": "1"}
+    if part.name == "torch":  # it shares the memory of a GPU with JAX
+        own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if glob.glob("/dev/nvidia[0-9]*") and "xla_gpu_enable_triton_gemm" not in own.get("XLA_FLAGS", ""):
+        # XLA would try many kernels of its own for every other product, which takes minutes; now it takes cuBLAS.
+        own["XLA_FLAGS"] = f"{own.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+    return own
 
 
 # What tables show, in this order, where any row of a part has it.
@@ -322,9 +323,9 @@ _COLUMNS = (
             ("peak GB", "peak_bytes", ".2f", 1e9),
             ("allocated GB", "device_peak_bytes", ".2f", 1e9),
             ("predicted GB", "predicted_bytes", ".2f", 1e9),
-            ("apart", "memory_apart", "+.1%", 1),
         )
     ),
+    Column("apart", lambda row: ", ".join(f"{name} {x:+.1%}" for name, x in row.get("apart", {}).items()) or None),
     Column("agrees", lambda row: {True: "yes", False: "NO"}.get(row.get("agrees"))),
 )
 

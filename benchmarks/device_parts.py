@@ -33,6 +33,7 @@ from benchmarks.results import Row, log
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import Call, Pass, call_of, measure, passes_of, peak_bytes
+from moezoo.analysis.compiling import memory_of
 from moezoo.analysis.memory_model import step_footprint
 from moezoo.analysis.work import model_flops
 from moezoo.config.build import build_execution
@@ -217,7 +218,7 @@ def _describe(here: Here) -> Iterator[Row]:
         "device": device.device_kind,
         "capability": here.target.capability,
         "memory_bytes": stats.get("bytes_limit"),
-        "driver": text.strip() or str(getattr(device.client, "platform_version", "")).strip(),
+        "driver": (text or getattr(device.client, "platform_version", "")).strip()[:300],
     }
 
 
@@ -413,7 +414,6 @@ def _olmoe(here: Here, name: str) -> Iterator[Unit]:
 
 def _steps(here: Here, words: str) -> Iterator[Unit]:
     words += " mesh=single execution.dtype=bfloat16" + _instead(here)
-    state: dict[str, Any] = {}
 
     def step() -> Iterator[Row]:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
@@ -427,36 +427,30 @@ def _steps(here: Here, words: str) -> Iterator[Unit]:
         made = _allocated()
         call = partial(running.run, random_batch(running))
         row = here.time(call, model_flops(cfg), implementation="moezoo", settings=words)
-        state.update(running=running, call=call)
         tokens = cfg.batch_size * cfg.seq_len
-        # The allocator's peak is of the process. It is the step's if it is above what making the state took.
-        allocated = _allocated()
-        measured = allocated if allocated and made and allocated > made else running.peak
-        apart = round(measured / predicted.peak - 1, 4) if measured else None
+        memory, allocated = memory_of(running.compiled), _allocated()
+        # The allocator's peak is of the process: it is the step's if making the state took less.
+        found = {"compiled": memory and memory.in_use, "allocated": max(allocated, made) > made and allocated}
+        apart = {name: round(size / predicted.peak - 1, 4) for name, size in found.items() if size}
         yield row | {
             "tokens_per_second": round(tokens / row["ms"] * 1e3, 1),
             "peak_bytes": running.peak,
-            "made_bytes": made,
-            "device_peak_bytes": allocated,
+            "in_use_bytes": memory and memory.in_use,
+            "device_peak_bytes": allocated or None,
             "predicted_bytes": predicted.peak,
             "predicted_at": predicted.moment,
-            "memory_apart": apart,
-            "memory_goal": MEMORY_GOAL,
-            "in_goal": None if apart is None else abs(apart) <= MEMORY_GOAL,
+            "apart": apart,
+            "apart_goal": MEMORY_GOAL,
+            "in_goal": all(abs(each) <= MEMORY_GOAL for each in apart.values()),
         }
-
-    def scopes() -> Iterator[Row]:
-        if "running" not in state:
-            raise LeftOutError("the step has not run in this process")
-        for row in times(*profile(state["call"], 3, str(state["running"].compiled.as_text()))):
-            yield {"implementation": "profile", "scope": row.pop("name"), **row}
+        for scope in times(*profile(call, 3, str(running.compiled.as_text()))):
+            yield {"implementation": "profile", "scope": scope.pop("name"), **scope}
 
     yield Unit("step", step)
-    yield Unit("scopes", scopes)
 
 
-def _allocated() -> int | None:
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+def _allocated() -> int:
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _instead(here: Here) -> str:

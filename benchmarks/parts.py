@@ -344,6 +344,8 @@ class Device(Keys):
         super().__post_init__()
         if wrong := [name for name in self.only if name not in device.NAMES]:
             raise UserError(f"only={wrong[0]}: no such part; {nearest(wrong[0], device.NAMES)}")
+        if self.resume is not None and not Path(self.resume, device.ROWS).is_file():
+            raise UserError(f"resume={self.resume}: {device.ROWS} is not there; name the folder of an earlier call")
         if "tune" in self.only and not self.tune:
             raise UserError("only=tune: add tune=true, which replaces the table that backends read")
 
