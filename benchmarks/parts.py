@@ -344,8 +344,6 @@ class Device(Keys):
         super().__post_init__()
         if wrong := [name for name in self.only if name not in device.NAMES]:
             raise UserError(f"only={wrong[0]}: no such part; {nearest(wrong[0], device.NAMES)}")
-        if self.resume is not None and not Path(self.resume, device.ROWS).is_file():
-            raise UserError(f"resume={self.resume}: {device.ROWS} is not there; name the folder of an earlier call")
         if "tune" in self.only and not self.tune:
             raise UserError("only=tune: add tune=true, which replaces the table that backends read")
 
@@ -395,6 +393,8 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
 
 def _measure_device(keys: Device) -> None:
     """Its rows are printed one by one, and its folder is there from the start; without `out=` `resume=` goes on."""
+    if keys.resume is not None and not Path(keys.resume, device.ROWS).is_file():
+        raise UserError(f"resume={keys.resume}: {device.ROWS} is not there; name the folder of an earlier call")
     with results.new_folder(keys.out):
         folder = Path(keys.resume) if keys.resume and keys.out is None else results.folder_of("device", keys.out)
         with locking(folder.resolve(), f"another call measures into {folder}; wait for it, or name another folder"):
