@@ -32,7 +32,7 @@ from moezoo.kernels.grouped_matmul import Backend, chosen_backend, gated
 from moezoo.models import build_model
 from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.execution import Execution, place
-from moezoo.parallel.kernels import Kernels, Target, anywhere, device_target
+from moezoo.parallel.kernels import KernelOrder, Kernels, Target, anywhere, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
@@ -137,7 +137,7 @@ def product(name: str, role: str, target: Target, problem: Problem, dtype: str =
         backend = backend.for_gpu(backend, target)
     x, y = (problem.rows, problem.inputs), (problem.rows, problem.outputs)
     w = (len(problem.sizes), problem.inputs, problem.outputs)
-    both = partial(gated, activation=SWIGLU, implementation=name)
+    both = partial(gated, activation=SWIGLU, implementation=KernelOrder((name,), target))
 
     def gradients(x: Any, gate: Any, up: Any, back: Any, sizes: Any) -> Any:
         return jax.vjp(lambda x, gate, up: both(x, gate, up, sizes), x, gate, up)[1](back)
@@ -183,7 +183,7 @@ def loop(role: str, sizes: Sequence[int], *operands: np.ndarray) -> list[np.ndar
     return [value] if back is None else [by_rows, by_gate, by_up]
 
 
-def attention(name: str, passed: str, scores: Scores, dtype: str = "bfloat16") -> Kernel:
+def attention(name: str, passed: str, target: Target, scores: Scores, dtype: str) -> Kernel:
     """Return a kernel of a backend of attention, of queries, keys, values and the cotangent of the result."""
     tokens, heads, group, dim, value_dim, window = scores
     wide = (1, tokens, heads, group)
@@ -194,7 +194,7 @@ def attention(name: str, passed: str, scores: Scores, dtype: str = "bfloat16") -
         second = number >= tokens * 2 // 3
         at = Coordinates(jnp.where(second, number - tokens * 2 // 3, number), second.astype(jnp.int32) + 1)
         operands = Operands(q, k, v, at, at, window, intervals(at, at, window))
-        return attend(operands, dim**-0.5, implementation=name).result
+        return attend(operands, dim**-0.5, implementation=KernelOrder((name,), target)).result
 
     def run(q: Any, k: Any, v: Any, back: Any) -> Any:
         return value(q, k, v) if passed == "forward" else jax.vjp(value, q, k, v)[1](back)
@@ -242,11 +242,24 @@ def checks(
                 for name, role in itertools.product(backends_of("grouped_matmul", target, dtype), ROLES):
                     wanted, bounds = partial(loop, role, problem.sizes), _SEVERAL if "gated" in role else _ONE
                     kernel = product(name, role, target, problem, dtype)
-                    yield Check(kernel, sizes, dtype, wanted, bounds, sum(problem.sizes))
+                    yield Check(_exact(kernel, dtype), sizes, dtype, wanted, bounds, sum(problem.sizes))
             if score := scores.get(sizes):
                 for name, passed in itertools.product(backends_of("attention", target, dtype, "one_query"), PASSES):
                     wanted = partial(attention_loop, passed, score)
-                    yield Check(attention(name, passed, score, dtype), sizes, dtype, wanted, _SEVERAL)
+                    kernel = attention(name, passed, target, score, dtype)
+                    yield Check(_exact(kernel, dtype), sizes, dtype, wanted, _SEVERAL)
+
+
+def _exact(kernel: Kernel, dtype: str) -> Kernel:
+    """Return a kernel that multiplies float32 as it is: TF32 or bfloat16 in its place is a caller's choice."""
+    if dtype != "float32":
+        return kernel
+
+    def run(*operands: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return kernel.run(*operands)
+
+    return kernel._replace(run=run)
 
 
 @jax.jit

@@ -41,6 +41,7 @@ from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.kernels.attention import attend, chosen_backend
 from moezoo.kernels.attention.base import Coordinates, Operands
+from moezoo.kernels.grouped_matmul import chosen_backend as chosen_product
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target, device_target
 from moezoo.parallel.mesh import start
@@ -195,9 +196,7 @@ class Programs:
 
 
 def _compiled(kernel: Kernel) -> Any:
-    # TF32 in place of float32 is a choice that a caller makes.
-    with jax.default_matmul_precision("highest"):
-        return jax.jit(kernel.run).lower(*jax.eval_shape(kernel.make)).compile()
+    return jax.jit(kernel.run).lower(*jax.eval_shape(kernel.make)).compile()
 
 
 def _env(here: Here, _: str) -> Iterator[Unit]:
@@ -223,12 +222,11 @@ def _describe(here: Here) -> Iterator[Row]:
 
 
 def _numbers() -> Iterator[Row]:
-    """Compute a few numbers that are known, as they are and jitted: on some cards they are wrong (jax issue 40633)."""
-    draw = partial(jax.random.bits, jax.random.key(0), (4,), "uint32")
+    """Compute a few numbers that are known, as they are and jitted: on some cards they are wrong unless jitted."""
     known: dict[str, tuple[Callable[[], Any], Any]] = {
         "ones(4) + 1": (lambda: jnp.ones(4) + 1, np.full(4, 2.0)),
         "sqrt(512)": (lambda: jnp.sqrt(jnp.float32(512)), np.float32(22.627417)),
-        "a draw": (draw, np.asarray(DRAWN, np.uint32)),
+        "a draw": (lambda: jax.random.bits(jax.random.key(0), (4,), "uint32"), np.asarray(DRAWN, np.uint32)),
     }
     for (name, (call, wanted)), (how, run) in itertools.product(
         known.items(), {"not jitted": lambda call: call(), "jitted": lambda call: jax.jit(call)()}.items()
@@ -455,11 +453,11 @@ def _allocated() -> int:
 
 def _instead(here: Here) -> str:
     """Return the settings that replace default kernels which are broken."""
-    words, broken = "", here.keys.broken
-    if broken.keys() & {name for who in backends_of("grouped_matmul", here.target) for name in _product_kernels(who)}:
+    words, broken = "", here.keys.broken.keys()
+    if broken & {*_product_kernels(chosen_product(here.target))}:
         words += " execution.grouped_matmul=[blocked]"
     own = chosen_backend(here.target, 4096, 4096)
-    if broken.keys() & {f"attention {own} {role}" for role in agreement.PASSES}:
+    if broken & {f"attention {own} {role}" for role in agreement.PASSES}:
         words += " execution.attention=[chunked]"
     return words
 

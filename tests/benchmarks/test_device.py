@@ -324,6 +324,21 @@ def test_a_registered_backend_joins():
     assert on_tpu == ["blocked", "ragged_dot", "megablox"]
 
 
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("grouped_matmul hopper outer", " execution.grouped_matmul=[blocked]"),
+        ("attention hopper gradients", " execution.attention=[chunked]"),
+        ("grouped_matmul other outer", ""),
+    ],
+)
+def test_a_step_without_a_broken_kernel(tmp_path, broken, words):
+    """A default kernel that is not right is replaced in the settings, which are in the step's row."""
+    keys = SimpleNamespace(broken={broken: "its results are wrong"})
+    here = device_parts.Here(Target("cuda", "9.0"), device_parts.SIZES["full"], keys, tmp_path)
+    assert device_parts._instead(here) == words
+
+
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1 + 1e-4), ("bfloat16", 1.05)])
 def test_other_gradients_of_a_model_are_seen(dtype, factor):
     """On a CPU a model is compared with itself, so the comparison gets other numbers here."""
