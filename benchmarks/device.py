@@ -54,7 +54,7 @@ class Part(NamedTuple):
 
 PARTS = (
     Part("env", "", 150, 60),
-    Part("right", "", 150, 60),
+    Part("right", "", 240, 60),
     Part("ceilings", "", 60, 30),
     Part("products", "S2", 120, 60),
     Part("attention", "8192", 90, 60),
