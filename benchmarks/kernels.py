@@ -52,18 +52,8 @@ def run(part: str, keys: Any) -> Report:
     return report([row for name, routing in cases for row in rows_of(part, name, routing, dtype, keys)])
 
 
-def rows_of(
-    part: str,
-    name: str,
-    routing: Routing,
-    dtype: Any,
-    keys: Any,
-    failed: Callable[[str, Exception], None] | None = None,
-) -> Iterator[Row]:
-    """Yield what is measured of a shape and a routing: the implementations by turns, pass after pass.
-
-    `failed` gets the name and the error of an implementation that cannot be made; without it the error is raised.
-    """
+def rows_of(part: str, name: str, routing: Routing, dtype: Any, keys: Any) -> Iterator[Row]:
+    """Yield what is measured of a shape and a routing: the implementations by turns, pass after pass."""
     shape, implementations = SHAPES[name], {"grouped_matmul": product, "moe_layer": layer}[part]
     named = list(implementations(shape, routing, dtype))
     yardsticks = [who for who, _ in named if who in (MATMUL, BATCHED)]
@@ -75,12 +65,7 @@ def rows_of(
         if who in chosen and make is None:
             log(f"{name} {routing}: {who} left out: {_TOO_LARGE}")
         elif who in chosen and make is not None:
-            try:
-                candidates[who] = make()
-            except Exception as error:
-                if failed is None:
-                    raise
-                failed(who, error)
+            candidates[who] = make()
     flops = shape.product_flops if part == "grouped_matmul" else shape.layer_flops
     for passed in keys.passes:
         labels = {"pass": passed, "routing": routing, "dtype": dtype}
@@ -186,7 +171,8 @@ def product(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:
         parts = jnp.split(x, np.cumsum(group_sizes(shape, routing))[:-1].tolist())
         return jnp.concatenate([part @ w[i] for i, part in enumerate(parts)])
 
-    yield "loop over experts", partial(compile_passes, loop, (x, w), (), c)
+    if jax.default_backend() != "gpu":  # XLA tunes each product there, which takes minutes
+        yield "loop over experts", partial(compile_passes, loop, (x, w), (), c)
     if importlib.util.find_spec("tokamax") is not None:
         yield "tokamax ragged_dot", partial(compile_passes, _tokamax_product, (x, w), (sizes,), c)
     yield from torch_peers.products(x, w, sizes, c)

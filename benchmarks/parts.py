@@ -6,12 +6,12 @@ Only `_run` and `_configure` import JAX, so a mistyped word is answered quickly.
 import dataclasses
 import re
 import sys
-import types
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import results
+from benchmarks import device, results
 from benchmarks.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.cli.command import Command, ConfiguredCommand, KeysCommand
 from moezoo.cli.console import choose
@@ -322,41 +322,44 @@ class Compile(WithShapes):
 
 
 @dataclasses.dataclass(frozen=True)
-class Accelerator(Keys):
-    """Keys of `accelerator`."""
+class Device(Keys):
+    """Keys of `device`."""
 
-    only: tuple[Literal["parity", "products", "layers", "attention", "step", "generate", "tune"], ...] = key(
-        "parts; by default all; tune=true adds tune to them",
-        "NAME",
-        default=("parity", "products", "layers", "attention", "step", "generate"),
+    only: tuple[str, ...] = key(f"parts, of {', '.join(device.NAMES)}; by default all but tune", "NAME", default=())
+    resume: str | None = key(
+        "the folder of an earlier call on this kind of device: what is measured there stays", "FOLDER", default=None
     )
-    size: Literal["tiny", "full"] | None = key("sizes, by default full, and tiny on a CPU", "NAME", default=None)
-    minutes: float = key("minutes of a part after which it starts no measurement", default=8.0, valid=Range(above=0))
-    seconds: float = key("time per implementation and pass", default=0.5, valid=Range(above=0))
-    samples: int = key("most samples per implementation and pass", default=15, valid=_POSITIVE)
+    seconds: float = key("time for all parts together", default=600.0, valid=Range(above=0))
+    each: float = key("time per implementation and pass", default=0.25, valid=Range(above=0))
+    samples: int = key("most samples per implementation and pass", default=9, valid=_POSITIVE)
     tune: bool = key("measure sizes of blocks on this GPU, and write the table that backends read", default=False)
+    rehearse: Literal["gpu", "tpu"] | None = key(
+        "go through all parts on a CPU, as a toy, and interpret the kernels for a GPU or a TPU", default=None
+    )
+    kernels: tuple[str, ...] = key(
+        "Python modules that register more backends, which join all parts", "MODULE", default=()
+    )
 
     def __post_init__(self):
+        super().__post_init__()
+        if wrong := [name for name in self.only if name not in device.NAMES]:
+            raise UserError(f"only={wrong[0]}: no such part; {nearest(wrong[0], device.NAMES)}")
         if "tune" in self.only and not self.tune:
             raise UserError("only=tune: add tune=true, which replaces the table that backends read")
 
-    def timed(self, **more: Any) -> Any:
-        """Return the keys of parts that time calls, with `more`."""
-        passes = ("forward", "backward", "both")
-        common = {"seconds": self.seconds, "samples": self.samples, "only": (), "passes": passes}
-        return types.SimpleNamespace(**common, **more)
-
-    def generation(self, **more: Any) -> Generate:
-        """Return the keys of `generate`, with `more`."""
-        return Generate(seconds=self.seconds, samples=self.samples, **more)
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts to measure."""
+        return (*(self.only or (name for name in device.NAMES if name != "tune")), *("tune",) * self.tune)
 
 
 def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
     taken = take(kind, arguments)
     keys: Any = taken.options
-    with results.new_folder(keys.out, goes_on="rows.jsonl" if part == "accelerator" else None):
+    if part == "device":
+        return _measure_device(keys)
+    with results.new_folder(keys.out):
         from benchmarks import (
-            accelerator,
             attention,
             compiled,
             data,
@@ -385,16 +388,21 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "data": lambda: data.run(keys),
             "compile": lambda: compiled.run(keys),
         }
-        if part == "accelerator":  # its rows are printed one by one, also as JSON
-            folder = results.folder_of(part, keys.out)
-            with locking(folder.resolve(), f"another call measures into {folder}; wait for it, or name another folder"):
-                found = accelerator.run(keys, folder)
-                if not keys.json:
-                    results.print_tables(found.tables)
-                results.write(found, folder)
-                accelerator.check(found.rows, folder)
-        else:
-            results.show(part, runs[part](), keys.json, keys.out)
+        results.show(part, runs[part](), keys.json, keys.out)
+
+
+def _measure_device(keys: Device) -> None:
+    """Its rows are printed one by one, and its folder is there from the start; without `out=` `resume=` goes on."""
+    if keys.resume is not None and not Path(keys.resume, device.ROWS).is_file():
+        raise UserError(f"resume={keys.resume}: {device.ROWS} is not there; name the folder of an earlier call")
+    with results.new_folder(keys.out):
+        folder = Path(keys.resume) if keys.resume and keys.out is None else results.folder_of("device", keys.out)
+        with locking(folder.resolve(), f"another call measures into {folder}; wait for it, or name another folder"):
+            found = device.run(keys, folder)
+            if not keys.json:
+                results.print_tables(found.tables)
+            results.write(found, folder)
+            device.check(found.rows, folder)
 
 
 def _configure(kind: type[Keys], *arguments: str) -> Any:
@@ -405,8 +413,10 @@ def _configure(kind: type[Keys], *arguments: str) -> Any:
 
 def _part(name: str, kind: type[Keys], summary: str, *examples: str) -> Command:
     task: Any = partial(_run, name, kind)
-    where = ", each time in a process of its own" if name in ("load", "data") else " in one process"
-    description = f"Measure {summary}, alternately{where}.\nA key with several values is given once for each. "
+    where = ", alternately in one process"
+    if name in ("load", "data", "device"):
+        where = ", each part in a process of its own" if name == "device" else ", each time in a process of its own"
+    description = f"Measure {summary}{where}.\nA key with several values is given once for each. "
     description += "docs/benchmarks.md defines every number."
     if name not in ("profile", "strategies", "layouts"):
         return KeysCommand(name, summary, task, description, kind, examples)
@@ -445,11 +455,12 @@ _PARTS = (
         'absent=cpu step="model=mixtral mesh.context=8 seq_len=8192 batch_size=1"',
     ),
     _part(
-        "accelerator",
-        Accelerator,
-        "agreement, kernels, a training step and generation on one accelerator, and go on where it was stopped",
+        "device",
+        Device,
+        "one GPU or TPU in ten minutes: which kernels are right, how fast they are, and whole training steps",
         "out=runs/h100",
-        "only=products only=layers tune=true out=runs/tuned",
+        "resume=runs/h100 only=layers only=step",
+        "rehearse=tpu only=right seconds=60",
     ),
 )
 PARTS = {part.name: part for part in _PARTS}

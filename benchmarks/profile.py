@@ -42,27 +42,32 @@ def run(keys: Any, overrides: Sequence[str]) -> Report:
     count = int(np.clip(keys.seconds * 1e3 / untraced, 1, keys.samples))
     log(f"tracing {count} step{'s' * (count != 1)}")
     whole, parts = profile(call, count, str(running.compiled.as_text()))
-    rows = [
+    labels = {"part": "profile", "settings": " ".join(overrides)}
+    ends = {
+        "step_ms": round(whole, 4),
+        "untraced_ms": round(untraced, 4),
+        "steps": count,
+        "device": devices[0].device_kind,
+        "devices": cfg.mesh.devices,
+        "dtype": cfg.execution.dtype,
+    }
+    rows = [{**labels, **row, "largest": _largest(parts[row["name"]]), **ends} for row in times(whole, parts)]
+    return report(rows)
+
+
+def times(whole: float, parts: dict[str, dict[Operation, float]]) -> list[Row]:
+    """Return the milliseconds of each part of a traced step, its share, and what it takes by phase and for moving."""
+    return [
         {
-            "part": "profile",
-            "settings": " ".join(overrides),
             "name": name,
-            "ms": round(sum(parts[name].values()), 4),
+            "ms": _sum(parts[name]),
             "share": round(sum(parts[name].values()) / whole, 5),
             **{f"{phase}_ms": _sum(parts[name], phase=phase) for phase in ("forward", "recomputed", "backward")},
             "moving_ms": _sum(parts[name], moves=True),
-            "largest": _largest(parts[name]),
-            "step_ms": round(whole, 4),
-            "untraced_ms": round(untraced, 4),
-            "steps": count,
-            "device": devices[0].device_kind,
-            "devices": cfg.mesh.devices,
-            "dtype": cfg.execution.dtype,
         }
         for name in ORDER
         if name in parts
     ]
-    return report(rows)
 
 
 def _sum(part: dict[Operation, float], **fields: Any) -> float:

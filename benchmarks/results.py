@@ -119,18 +119,17 @@ def log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(out: str | None, key: str = "out", goes_on: str | None = None) -> Iterator[None]:
+def new_folder(out: str | None, key: str = "out") -> Iterator[None]:
     """Make the folder that the key `key` names, if it does; it is removed again if nothing is written there.
 
-    A folder with files is refused, unless one of them is `goes_on`.
+    A folder with files is refused.
     """
     with contextlib.ExitStack() as held:
         if out is not None:
             with writing_to(key, out):
                 held.enter_context(making(Path(out)))
-                if any(Path(out).iterdir()) and not (goes_on and (Path(out) / goes_on).exists()):
-                    other = f", or one with {goes_on}" if goes_on else ""
-                    raise UserError(f"{key}={out} is not empty; name a new folder{other}")
+                if any(Path(out).iterdir()):
+                    raise UserError(f"{key}={out} is not empty; name a new folder")
         yield
 
 

@@ -42,10 +42,12 @@ SMALL = {
 }
 
 # L1 and L3: a layer of Qwen3-30B-A3B. L2: a layer of Mixtral-8x7B. S1 to S3: sizes of Guo et al., SonicMoE (2025).
+# P1: a layer of Qwen3-Next-80B-A3B. Of L3 and P1 times on one H100 are published.
 ACCELERATOR = {
     "L1": Shape(8192, 2048, 768, 128, 8),
     "L2": Shape(8192, 4096, 14336, 8, 2),
     "L3": Shape(32768, 2048, 768, 128, 8),
+    "P1": Shape(32768, 2048, 512, 512, 10),
     "S1": Shape(24576, 1536, 256, 128, 8),
     "S2": Shape(32768, 4096, 1024, 64, 4),
     "S3": Shape(32768, 4096, 1024, 128, 8),

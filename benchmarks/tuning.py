@@ -1,4 +1,4 @@
-"""Measure sizes of blocks on this GPU: `accelerator tune=true`. The table of the fastest is what backends read.
+"""Measure sizes of blocks on this GPU: part `tune` of `device`. The table of the fastest is what backends read.
 
 Each field of a backend's sizes is varied alone, in the order of the fields, around the fastest of the fields before it.
 A choice's time is the geometric mean over shapes of a layer's forward and backward pass in one program; for `chunked`,
@@ -7,6 +7,7 @@ of causal attention to the tokens of the shape.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,50 +55,56 @@ TRIED: dict[str, tuple[Any, dict[str, Sequence[Any]]]] = {
 }
 
 
-def tune(target: Target, names: Sequence[str], keys: Any) -> Iterator[Row]:
-    """Yield what is measured of each choice of sizes for this GPU, on the shapes of these names.
-
-    Raises:
-        UserError: This device is no GPU.
-    """
-    if target.capability is None:
-        raise UserError(f"tune=true measures sizes for GPUs, and this is {target.platform}; leave it out")
-    for backend in dict.fromkeys((*products_for(target), "blocked", "chunked")):
-        if backend in TRIED:
-            yield from _tune(backend, target.capability, names, keys)
-
-
-def _tune(backend: str, capability: str, names: Sequence[str], keys: Any) -> Iterator[Row]:
-    sizes, choices = TRIED[backend]
-    best = sizes
+def tune(backend: str, target: Target, names: Sequence[str], keys: Any) -> Iterator[Row]:
+    """Yield what is measured of each choice of a backend's sizes for this GPU, on the shapes of these names."""
+    assert target.capability is not None
+    best, choices = TRIED[backend]
     for field, values in choices.items():
+        tried = [best._replace(**{field: value}) for value in dict.fromkeys((getattr(best, field), *values))]
         found = {}
-        for value in dict.fromkeys((getattr(best, field), *values)):
-            tried = best._replace(**{field: value})
-            try:
-                times = _times(backend, {capability: {backend: tried._asdict()}}, names, keys)
-            except Exception as error:  # sizes that the compiler or the device refuses
-                log(f"{backend} {tried}: {error}")
-                continue
-            found[value] = float(np.exp(np.log(list(times.values())).mean()))
-            log(f"{backend} {field}={value}: {found[value]:.3f} ms")
-            labels = {"part": "tune", "implementation": backend, "capability": capability}
-            yield {**labels, "sizes": tried._asdict(), "ms": round(found[value], 4), "ms_by_shape": times}
+        for sizes, times in _times(backend, target.capability, tried, names, keys):
+            found[sizes] = float(np.exp(np.log(list(times.values())).mean()))
+            log(f"{backend} {field}={getattr(sizes, field)}: {found[sizes]:.3f} ms")
+            labels = {"implementation": backend, "capability": target.capability}
+            yield {**labels, "sizes": sizes._asdict(), "ms": round(found[sizes], 4), "ms_by_shape": times}
         if found:
-            best = best._replace(**{field: min(found, key=found.__getitem__)})
+            best = min(found, key=found.__getitem__)
 
 
-def _times(backend: str, table: blocks.Table, names: Sequence[str], keys: Any) -> dict[str, float]:
-    """Return the milliseconds of a layer or of attention for each shape, with sizes from `table`."""
-    times = {}
-    for name in names:
-        function, operands = _case(backend, name)
+def _times(
+    backend: str, capability: str, tried: Sequence[Any], names: Sequence[str], keys: Any
+) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Yield sizes that the compiler and the device take, with the milliseconds of a layer or attention by shape."""
+    cases = {name: _case(backend, name) for name in names}
+
+    def lower(sizes: Any, name: str) -> Any:
+        function, operands = cases[name]
         jax.clear_caches()  # of traces with other sizes
-        with blocks.trying(table):
-            ready = jax.jit(passes_of(function)["both"]).lower(*operands).compile()
-        call = call_of(ready, *operands)
-        times[name] = measure({name: call}, seconds=keys.seconds, samples=keys.samples)[name].ms
-    return times
+        with blocks.trying({capability: {backend: sizes._asdict()}}):
+            return jax.jit(passes_of(function)["both"]).lower(*operands)
+
+    def compile_all(sizes: Any) -> Any:
+        try:
+            return [each.compile() for each in lowered[sizes]]
+        except Exception as error:
+            return error
+
+    lowered = {}
+    for sizes in tried:
+        try:
+            lowered[sizes] = [lower(sizes, name) for name in names]
+        except UserError as error:  # sizes that a backend refuses
+            log(f"{backend} {sizes}: {error}")
+    with ThreadPoolExecutor(len(tried)) as pool:
+        compiled = dict(zip(lowered, pool.map(compile_all, lowered), strict=True))
+    for sizes, programs in compiled.items():
+        try:
+            if isinstance(programs, Exception):
+                raise programs
+            calls = {n: call_of(program, *cases[n][1]) for n, program in zip(names, programs, strict=True)}
+            yield sizes, {n: each.ms for n, each in measure(calls, seconds=keys.seconds, samples=keys.samples).items()}
+        except Exception as error:  # sizes that the compiler or the device refuses
+            log(f"{backend} {sizes}: {error}")
 
 
 def _case(backend: str, name: str) -> tuple[Callable[..., Any], Any]:
@@ -108,26 +115,27 @@ def _case(backend: str, name: str) -> tuple[Callable[..., Any], Any]:
         call = partial(attention.call, scale=128**-0.5, window=None, implementation=backend)
         return call, jax.device_put(attention.operands_of(SHAPES[name].tokens, sizes))
     execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(backend,)))
-    return partial(run_layer, execution), layer_operands(SHAPES[name], "uniform", "bfloat16")
+    return partial(run_layer, execution), jax.jit(partial(layer_operands, SHAPES[name], "uniform", "bfloat16"))()
 
 
 def table_of(rows: Sequence[Row]) -> blocks.Table:
     """Return the fastest sizes of each backend and capability."""
     table: dict[str, dict[str, Any]] = {}
-    measured = [row for row in rows if row["part"] == "tune" and "error" not in row]
-    for row in sorted(measured, key=lambda row: -row["ms"]):
+    for row in sorted(rows, key=lambda row: -row["ms"]):
         table.setdefault(row["capability"], {})[row["implementation"]] = row["sizes"]
     return table
 
 
 def write(table: blocks.Table, folder: Path) -> None:
-    """Write a table beside the kernels, together with what is there for other capabilities, and to `folder`.
+    """Write a table beside the kernels, together with what is there for other backends and GPUs, and to `folder`.
 
     Nothing is written of an empty one.
     """
     if not table:
         return
-    merged = json.dumps({**blocks.read(), **table}, indent=1) + "\n"
+    there = blocks.read()
+    both = {**there, **{capability: {**there.get(capability, {}), **sizes} for capability, sizes in table.items()}}
+    merged = json.dumps(both, indent=1) + "\n"
     (folder / blocks.TABLE.name).write_text(merged)
     try:
         blocks.TABLE.write_text(merged)

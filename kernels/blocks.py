@@ -1,6 +1,6 @@
 """Sizes of blocks by compute capability, as measured: the table `blocks.json` beside this file.
 
-`python scripts/bench.py accelerator tune=true` measures them on a GPU and writes the table; without an entry a backend
+`python scripts/bench.py device tune=true` measures them on a GPU and writes the table; without an entry a backend
 takes the sizes that stand in its file. An entry holds the fields of the backend's named tuple of sizes:
 
     {"9.0": {"blocked": {"products": [512, 128], "experts": [512, 128]}}}

@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
-import moezoo.interrupts as interrupts
-
-# `benchmarks` is not installed. The path is removed again, because libraries look for packages `kernels` and `models`.
+# `benchmarks` is not installed, and moezoo need not be: both are those of this clone. The path is removed again,
+# because libraries look for packages `kernels` and `models`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import benchmarks  # noqa: F401
+import moezoo.interrupts as interrupts
 
 del sys.path[0]
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def _run_parts(titles: Sequence[str], environment: dict[str, str], seconds: floa
 
         with process, interrupts.undoing(kill):
             reason = None
-            for message in _messages(process, seconds):
+            for message in messages(process, MARK, lambda: seconds):
                 if message is None:
                     reason = f"no answer for {seconds:g} s (seconds= sets this limit)"
                     kill()
@@ -163,8 +163,11 @@ def _run_parts(titles: Sequence[str], environment: dict[str, str], seconds: floa
     return begun
 
 
-def _messages(process: subprocess.Popen[str], seconds: float) -> Iterator[dict[str, Any] | None]:
-    """Yield what a process of parts prints; None, and nothing after it, if it is silent for too long."""
+def messages(process: subprocess.Popen[str], mark: str, wait: Callable[[], float]) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON of the lines that a process prints with `mark` at their start.
+
+    If none comes for the seconds that `wait` returns before each, it yields None, and nothing after it.
+    """
     lines: queue.Queue[str | None] = queue.Queue()
 
     def receive() -> None:
@@ -176,14 +179,14 @@ def _messages(process: subprocess.Popen[str], seconds: float) -> Iterator[dict[s
     threading.Thread(target=receive, daemon=True).start()
     while True:
         try:
-            line = lines.get(timeout=seconds)
+            line = lines.get(timeout=max(0.0, wait()))
         except queue.Empty:
             yield None
             return
         if line is None:
             return
-        if line.startswith(MARK):
-            yield json.loads(line.removeprefix(MARK))
+        if line.startswith(mark):
+            yield json.loads(line.removeprefix(mark))
 
 
 def _lines(title: str, text: str) -> list[str]:

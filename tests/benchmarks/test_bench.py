@@ -326,7 +326,7 @@ def test_profile(capsys):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("moe_layer shape=L9", "shape=L9: not known; valid: L1, L2, L3, S1"),
+        ("moe_layer shape=L9", "shape=L9: not known; valid: L1, L2, L3, P1, S1"),
         ("moe_layer routing=zip", "routing=zip: expected one of uniform, zipf, found zip"),
         ("moe_layer seconds=0", "seconds=0 must be above 0"),
         ("moe_layer seconds=nan", "seconds=nan: expected a number such as 0.5, found no finite number"),

@@ -161,7 +161,7 @@ def check_pytest(words: Sequence[str]) -> None:
 
 def check_pip(words: Sequence[str]) -> None:
     """Check that extras exist."""
-    assert words[0] == "install", words
+    assert words[0] in ("install", "wheel"), words
     for names in re.findall(r"(?:^|\s)(?:\.|moezoo)\[([\w,]+)\]", " ".join(words)):
         unknown = {*names.split(",")} - {*EXTRAS}
         assert not unknown, f"{unknown}: no such extras"

@@ -1,0 +1,52 @@
+"""A rehearsal of `device` on a CPU: kernels for a GPU or a TPU are interpreted, as if one were here."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from moezoo.errors import UserError
+from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
+from moezoo.parallel.kernels import Target, anywhere
+
+TARGETS = {"gpu": Target("cuda", "9.0"), "tpu": Target("tpu")}
+
+
+@contextlib.contextmanager
+def interpreting(what: Literal["gpu", "tpu"] | None) -> Iterator[Target | None]:
+    """Let the backends for a GPU of capability 9.0, or for a TPU, run here, and yield that target; None for None.
+
+    Raises `UserError` where JAX cannot interpret kernels for GPUs.
+    """
+    if what is None:
+        yield None
+        return
+    target = TARGETS[what]
+    every: tuple[Any, ...] = (PRODUCTS, ATTENTION)
+    for backends in every:
+        own = {name: one for name, one in backends.items() if one.runs_on is not anywhere and one.runs_on(target)}
+        backends.update({name: one._replace(runs_on=lambda _: True) for name, one in own.items()})
+    with _on_gpu() if what == "gpu" else _on_tpu():
+        yield target
+
+
+def _on_gpu() -> contextlib.AbstractContextManager[Any]:
+    mosaic: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    if not hasattr(mosaic, "force_gpu_interpret_mode"):
+        raise UserError("rehearse=gpu interprets kernels, which needs jax 0.12; take rehearse=tpu")
+    return mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams())
+
+
+@contextlib.contextmanager
+def _on_tpu() -> Iterator[None]:
+    from moezoo.kernels.attention import splash
+    from moezoo.kernels.grouped_matmul import megablox
+
+    for module, names in ((splash, {"BLOCK": 128, "INTERPRET": True}), (megablox, {"ROWS": 16, "BYTES": 256})):
+        for name, value in names.items():
+            setattr(module, name, value)
+    for name in ("gmm", "tgmm"):
+        setattr(megablox, name, functools.partial(getattr(megablox, name), interpret=True))
+    yield
