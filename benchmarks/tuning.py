@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from benchmarks import attention
-from benchmarks.kernels import layer_operands, products_for, run_layer
+from benchmarks.kernels import layer_operands, run_layer
 from benchmarks.results import Row, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import call_of, measure, passes_of
