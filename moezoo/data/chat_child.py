@@ -24,8 +24,6 @@ _NAME = "<chat template>"
 _COUNTED = "moezoo_counted"  # the filter around what each loop goes through
 # JSON's escapes of a character of plane 16, which only moezoo puts into texts.
 _ESCAPED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
-
-
 _REPRESENTED = re.compile(r"\\U(0010[0-9a-f]{4})")
 
 
@@ -39,6 +37,10 @@ class RefusalError(Exception):
 
 class _RaisedError(Exception):
     """The template called `raise_exception`."""
+
+
+# What a template raises, by the kind of its fault.
+_FAULTS = {"raised": _RaisedError, "unsafe": SecurityError, "memory": MemoryError, "failed": Exception}
 
 
 class _Steps:
@@ -138,12 +140,9 @@ class Chats:
                 loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
             code = environment.compile(tree.set_environment(environment), name, _NAME)
             return environment.template_class.from_code(environment, code, environment.make_globals(None))
-        except jinja2.TemplateError as error:
-            raise RefusalError(
-                "syntax", template=name, line=getattr(error, "lineno", None), text=_words(error)
-            ) from error
-        except (RecursionError, SyntaxError, OverflowError, ValueError) as error:
-            raise RefusalError("syntax", template=name, line=None, text=_words(error)) from error
+        except (jinja2.TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
+            line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
+            raise RefusalError("syntax", line=line, text=_words(error)) from error
 
     def describe(self) -> dict[str, Any]:
         """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
@@ -173,14 +172,9 @@ class Chats:
                 parts.append(part)
         except RefusalError:
             raise
-        except _RaisedError as error:
-            raise RefusalError("raised", text=_words(error)) from error
-        except SecurityError as error:
-            raise RefusalError("unsafe", text=_words(error), line=_line(error)) from error
-        except MemoryError as error:
-            raise RefusalError("memory") from error
         except Exception as error:  # a template can raise whatever Python raises
-            raise RefusalError("failed", text=_words(error), line=_line(error)) from error
+            kind = next(kind for kind, errors in _FAULTS.items() if isinstance(error, errors))
+            raise RefusalError(kind, text=_words(error), line=_line(error)) from error
         # Python writes characters of plane 16 in a list or an object as escapes.
         return {"text": _REPRESENTED.sub(lambda found: chr(int(found[1], 16)), "".join(parts))}
 
