@@ -7,16 +7,16 @@ import itertools
 import json
 import re
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from moezoo.data.chat_records import Chat, Message, arguments_as_objects, arguments_as_text
+from moezoo.data.chat_records import Chat, Message
 from moezoo.data.chat_renderer import RefusedError, Renderer, RenderError
 from moezoo.data.chat_template import Template, missing_tokens
-from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, owner, shared
+from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, shared
 from moezoo.data.guarded import Encoded, Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
 from moezoo.errors import UserError, nearest
@@ -112,25 +112,20 @@ class ChatFormat:
         self._count(*(f"key {name}" for name in chat.others))
         try:
             chat, text = self._render_calls(self._guard(chat))
-            numbers = chat.turns if loss_on == "assistant" else chat.turns[-1:]
-            if loss_on == "all":
-                numbers = sorted(chat.excluded)
-            spans = self._find_spans(chat, text, numbers, every=loss_on == "assistant" and not chat.excluded)
+            spans = self._find_spans(chat, text, loss_on)
         except UnclearTurnError as error:
             instead = ", or set data.loss_on=each" if loss_on == "assistant" else ""
             raise UnclearTurnError(
                 f"{self._template.shown} does not show which text is the assistant's: {error}; give a template that "
                 f"has {{% generation %}} around it{instead}"
             ) from None
-        if loss_on == "all":
-            spans = [span._replace(closing=span.closing and "") for span in spans]
-        elif numbers[-1:] == [len(chat.messages) - 1] and spans:
-            text += spans[-1].closing or ""
+        if loss_on != "all" and spans and chat.turns[-1:] == [len(chat.messages) - 1]:
+            text += spans[-1][1] or ""
         found, text = self._guarded.encode(text), self._guarded.restore(text)
         mask = np.full(len(found.ids), loss_on == "all")
-        for span in spans:
-            first = np.searchsorted(found.ends, span.begin, side="right")
-            mask[first : np.searchsorted(found.begins, _settle(span, text, found))] = loss_on != "all"
+        for turn, closing in spans:
+            first = np.searchsorted(found.ends, turn.begin, side="right")
+            mask[first : np.searchsorted(found.begins, _find_end(turn, closing, text, found))] = loss_on != "all"
         return EncodedChat(text, found.ids, found.begins, mask)
 
     def prompt(self, chat: Chat) -> EncodedChat:
@@ -208,7 +203,7 @@ class ChatFormat:
 
     def _render_calls(self, chat: Chat, *, prompt: bool = False) -> tuple[Chat, str]:
         """Return a chat with the arguments of calls in the form, objects or texts, that renders, and its text."""
-        objects, texts = chat.mapped(arguments_as_objects), chat.mapped(arguments_as_text)
+        objects, texts = (chat.with_arguments(as_text=as_text) for as_text in (False, True))
         try:
             return objects, self._render(objects, prompt=prompt)
         except RefusedError:
@@ -219,20 +214,24 @@ class ChatFormat:
                     return texts, text
             raise
 
-    def _find_spans(self, chat: Chat, text: str, numbers: Sequence[int], *, every: bool) -> list["_Span"]:
-        """Return the parts of a text that messages have written; with `every`, all that the assistant has."""
+    def _find_spans(self, chat: Chat, text: str, loss_on: LossOn) -> list[tuple[Turn, str | None]]:
+        """Return the parts of a text that are trained or, with `all`, are not.
+
+        A turn of the assistant has what the next message writes to end it, or an empty text; other parts have None.
+        """
+        numbers = sorted(chat.excluded) if loss_on == "all" else chat.turns
+        numbers = numbers[-1:] if loss_on in ("last", "each") else numbers
+        own = {number for number in numbers if chat.messages[number]["role"] == "assistant"}
         if not self._renderer.about(tools=bool(chat.tools)).marked:
             turns = self._turns.find(chat, numbers, text)
-            return [_Span(*turn, self._closing(chat, number)) for number, turn in zip(numbers, turns, strict=True)]
-        own = {number for number in numbers if chat.messages[number]["role"] == "assistant"}
+            calls = {number: "tool_calls" in chat.messages[number] for number in own}
+            ends = {number: "" if loss_on == "all" else self._end(calls[number]).closing for number in own}
+            return [(turn, ends.get(number)) for number, turn in zip(numbers, turns, strict=True)]
         spans = self._turns.find(chat, [number for number in numbers if number not in own], text)
+        every = loss_on == "assistant" and not chat.excluded
         if every or own:
             spans += self._find_blocks(chat, text, None if every else own)
-        return [_Span(*span) for span in spans]
-
-    def _closing(self, chat: Chat, number: int) -> str | None:
-        message = chat.messages[number]
-        return self._end("tool_calls" in message).closing if message["role"] == "assistant" else None
+        return [(span, None) for span in spans]
 
     def check_variables(self, names: Iterable[str]) -> None:
         """Raise `UserError` unless the template has every one of these words, which are its variables."""
@@ -246,25 +245,24 @@ class ChatFormat:
     def _find_blocks(self, chat: Chat, text: str, messages: Collection[int] | None) -> list[Turn]:
         """Return the parts of a text that blocks `{% generation %}` of some messages have made; None for all blocks.
 
-        A block is of the message of which it has a text, or else of the one whose text stands before it.
+        A block is of the last message that has a text before the end of the block.
         """
         # A filter around a block may trim its white space, but no mark; some templates ask whether a content is empty.
         marking = (None,) if messages is None else (True, False)
         ways = [(empty, {"marks": BLOCK, "within": within}) for within in (False, True) for empty in marking]
         marks = self._turns.marks(chat, text, ways)
-        edges = [mark for _, mark in marks or () if mark in BLOCK]
+        edges = [mark.char for mark in marks or () if mark.char in BLOCK]
         if marks is None or edges != [*BLOCK] * (len(edges) // 2):
             why = "a block {% generation %} is inside another, cut, or in a filter that changes more than white space"
             raise UserError(f"{self._template.shown} fails for this chat ({why}); correct one of them")
-        found, before, begin, own = [], 0, 0, None
-        for at, mark in marks:
-            if mark not in BLOCK:
-                before = owner(mark)
-                own = before if own is None else own
-            elif mark == BLOCK[0]:
-                begin, own = at, None
-            elif begin < at and (messages is None or (before if own is None else own) in messages):
-                found.append(Turn(begin, at))
+        found, begin, number = [], 0, 0
+        for mark in marks:
+            if mark.char not in BLOCK:
+                number = mark.number
+            elif mark.char == BLOCK[0]:
+                begin = mark.at
+            elif begin < mark.at and (messages is None or number in messages):
+                found.append(Turn(begin, mark.at))
         return found
 
     @functools.cache  # noqa: B019 as long as the format
@@ -287,17 +285,6 @@ class ChatFormat:
         if not len(behind) or not whole.startswith(text) or whole[len(text) : found.begins[behind[0]]].strip():
             return _End()
         return _End(int(found.ids[behind[0]]), whole[len(text) : found.ends[behind[0]]])
-
-
-class _Span(NamedTuple):
-    """The part [begin, end) of a text that is trained, or with `all` is not.
-
-    Where it is a turn of the assistant, `closing` is what the next message writes to end it, or empty; elsewhere None.
-    """
-
-    begin: int
-    end: int
-    closing: str | None = None
 
 
 class _End(NamedTuple):
@@ -323,12 +310,12 @@ def _counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def _settle(span: _Span, text: str, found: Encoded) -> int:
-    """Return where a span ends: a turn with the special token that ends it, without white space behind that."""
+def _find_end(turn: Turn, closing: str | None, text: str, found: Encoded) -> int:
+    """Return where a turn ends for training: behind the special token that ends it, without white space after that."""
     begins, ends = found.begins[found.special], found.ends[found.special]
     # The first special token behind it, or the last one in it.
-    at = int(np.searchsorted(begins, span.end)) - (not span.closing)
-    if span.closing is None or not 0 <= at < len(begins) or begins[at] < span.begin:
-        return span.end
-    between = text[span.end : begins[at]] if span.closing else text[ends[at] : span.end]
-    return span.end if between.strip() else int(ends[at])
+    at = int(np.searchsorted(begins, turn.end)) - (not closing)
+    if closing is None or not 0 <= at < len(begins) or begins[at] < turn.begin:
+        return turn.end
+    between = text[turn.end : begins[at]] if closing else text[ends[at] : turn.end]
+    return turn.end if between.strip() else int(ends[at])

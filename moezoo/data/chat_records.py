@@ -55,8 +55,16 @@ class Chat(NamedTuple):
         others = self.others if self.turns[:1] == [number] else ()  # of all examples of a chat in the first
         return self._replace(messages=self.messages[: number + 1], others=others)
 
-    def mapped(self, change: Change) -> "Chat":
-        """Return the chat with messages in which `change` has replaced parts, as in `map_message`."""
+    def with_arguments(self, *, as_text: bool) -> "Chat":
+        """Return the chat with the arguments of calls as texts or, where they are JSON, as objects."""
+
+        def change(what: str, value: Any) -> Any:
+            if what != "arguments":
+                return value
+            if not as_text:
+                return _from_json(value, dict)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
         return self._replace(messages=[map_message(message, change) for message in self.messages])
 
     def guarded(self, guard: Callable[[str], str]) -> "Chat":
@@ -101,7 +109,7 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
         raise UserError(f"chat_template_kwargs has {taken[0]}, which every template has already; leave it out")
     others = tuple(name for message in checked for name in message if name not in _KNOWN)
     chat = Chat(checked, tools or None, variables or {}, excluded, others)
-    for messages in (chat.messages, chat.mapped(arguments_as_objects).messages):
+    for messages in (chat.messages, chat.with_arguments(as_text=False).messages):
         _map_texts([messages, chat.tools, chat.variables], _check_text)
     return chat
 
@@ -115,7 +123,7 @@ def map_message(message: Message, change: Change) -> Message:
 
     def change_call(call: Message) -> Message:
         changed = {key: change(key, call[key]) for key in ("id", "name", "arguments") if key in call}
-        return {**call, **changed, **{key: change_call(call[key]) for key in ("function",) if key in call}}
+        return {**call, **changed, **({"function": change_call(call["function"])} if "function" in call else {})}
 
     changed = {name: change("thoughts", message[name]) for name in THOUGHTS if name in message}
     if "tool_call_id" in message:
@@ -127,16 +135,6 @@ def map_message(message: Message, change: Change) -> Message:
     if "tool_calls" in message:
         changed["tool_calls"] = [change_call(call) for call in message["tool_calls"]]
     return {**message, **changed}
-
-
-def arguments_as_objects(what: str, value: Any) -> Any:
-    """Change a message so that the arguments of calls are objects, where they are JSON."""
-    return _from_json(value, dict) if what == "arguments" else value
-
-
-def arguments_as_text(what: str, value: Any) -> Any:
-    """Change a message so that the arguments of calls are texts."""
-    return value if what != "arguments" or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _check_kind(value: Any, expected: Any, what: str, advice: str) -> None:

@@ -91,7 +91,7 @@ def missing_tokens(template: Template, names: Iterable[str]) -> str | None:
 
 
 def _read_templates(file: Path, shown: str) -> dict[str, str]:
-    """Return the templates in a file: its text, or what a tokenizer_config.json has, one text or a list of named ones."""
+    """Return the templates in a file: its text, or those of a .json file, one text or a list of named ones."""
     if file.suffix != ".json":
         return {"default": read_text(file, shown, _GIVE)}
     found = _read_config(file, shown).get("chat_template")

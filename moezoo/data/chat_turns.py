@@ -28,14 +28,19 @@ from moezoo.typed import show
 
 # Returns the text of a chat, with further parts of the request by name; raises `UserError`.
 Render = Callable[..., str]
-# The characters of marks: plane 16 has no text, and the stand-ins of `guarded` are behind these. One for each message,
-# and two around a block {% generation %}.
+# The characters of marks: plane 16 has no text, and the stand-ins of `guarded` are behind these. A message has one for
+# each kind of text, and two stand around a block {% generation %}.
+_KINDS = ("thoughts", "content", "name")
 _MARK, _MOST_MARKS = 0x100000, 0xFF00
 BLOCK = ("\U0010fffc", "\U0010fffd")
 _MARKS = re.compile(f"([{chr(_MARK)}-{chr(_MARK + _MOST_MARKS - 1)}{BLOCK[0]}{BLOCK[1]}])")
 # How much of two texts that differ is shown, on each side of the first difference.
 _AROUND = 30
 _ID = "000000000"  # of a call of a tool, as Mistral's templates want it
+# Messages of the assistant that have little in common: a text, thoughts, and a call.
+_ANSWER = {"role": "assistant", "content": "a"}
+_CALL = {"type": "function", "function": {"name": "", "arguments": {}}}
+_OTHERS = (_ANSWER, {**_ANSWER, **dict.fromkeys(THOUGHTS[:2], "")}, {**_ANSWER, "content": "", "tool_calls": [_CALL]})
 
 
 class UnclearTurnError(UserError):
@@ -47,6 +52,22 @@ class Turn(NamedTuple):
 
     begin: int
     end: int
+
+
+class Mark(NamedTuple):
+    """A mark, `char`: an edge of a block, or where a text of a message begins, behind its white space `space`.
+
+    `at` is its index in the text of the chat without marks.
+    """
+
+    at: int
+    char: str
+    space: str
+
+    @property
+    def number(self) -> int:
+        """The number of the message."""
+        return (ord(self.char) - _MARK) // len(_KINDS)
 
 
 class _Pattern(NamedTuple):
@@ -82,13 +103,13 @@ class Turns:
             return []
         found, places, frame = [], self._places(chat, text), json.dumps([chat.tools, chat.variables])
         for number in numbers:
-            turn = None
-            if number in places and number + 1 in places:
+            turn, here, after = None, places.get(number), places.get(number + 1)
+            if here and after:
                 pattern = self._pattern(json.dumps(_window(chat.messages, number)), frame)
-                turn = pattern and _fit(pattern, [*chat.messages, {}], number, places, text)
+                turn = pattern and _fit(pattern, here, after, text)
             begin, end = turn or self._find_turn(chat, number, text)
             for other, place in places.items():
-                if (inside := begin <= place < end) != (other == number):
+                if (inside := begin <= place.at < end) != (other == number):
                     what = f"that of message {other + 1}" if inside else "not its own text"
                     raise UnclearTurnError(f"what message {number + 1} adds has {what}")
             found.append(Turn(begin, end))
@@ -104,13 +125,13 @@ class Turns:
             begin, end = self._find_turn(chat, number, text)
         except (RefusedError, UnclearTurnError):
             return None
-        at, behind = places.get(number, -1), places.get(number + 1, -1)
-        if not begin <= at < end <= behind:
+        here, after = places.get(number), places.get(number + 1)
+        if not (here and after and begin <= here.at < end <= after.at):
             return None
         first = begin
-        if number and messages[number - 1]["role"] != "assistant":  # it has one text alone
-            first = min(begin, places.get(number - 1, begin) + 1)
-        return _Pattern(text[first:at], at - begin, text[end:behind])
+        if number - 1 in places and messages[number - 1]["role"] != "assistant":  # it has one text alone
+            first = min(begin, places[number - 1].at + 1)
+        return _Pattern(text[first : here.at], here.at - begin, text[end : after.at])
 
     def _find_turn(self, chat: Chat, number: int, text: str) -> Turn:
         """Return the turn of a message from the renderings of the messages up to it."""
@@ -141,14 +162,8 @@ class Turns:
         short = [*before, _stand_in(message, "x")]
         if with_turn.startswith(prompted) and self._beginning(chat, short).startswith(prompted):
             return len(prompted)
-        kinds = (
-            {},
-            {name: "" for name in THOUGHTS[:2]},
-            {"tool_calls": [{"type": "function", "function": {"name": "", "arguments": {}}}]},
-        )
-        others = [{"role": "assistant", "content": "" if "tool_calls" in kind else "a", **kind} for kind in kinds]
         texts = []
-        for other, word in itertools.product([message, *others], "xy"):
+        for other, word in itertools.product([message, *_OTHERS], "xy"):
             try:
                 texts.append(self._beginning(chat, [*before, _stand_in(other, word, full=True)]))
             except RefusedError:  # no template has all of these
@@ -179,17 +194,15 @@ class Turns:
         found = re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)
         return behind[found.end() :] if found and gives_way else ""
 
-    def _places(self, chat: Chat, text: str) -> dict[int, int]:
-        """Return where messages have their first text, and the end; nothing where marks change what is written."""
+    def _places(self, chat: Chat, text: str) -> dict[int, Mark]:
+        """Return the first mark of each message, and one at the end; none where marks change what is written."""
         marks = self.marks(chat, text, [(True, {}), (False, {})])
         if marks is None:
             return {}
-        return {len(chat.messages): len(text), **{owner(mark): at for at, mark in reversed(marks)}}
+        return {**{mark.number: mark for mark in reversed(marks)}, len(chat.messages): Mark(len(text), "", "")}
 
-    def marks(
-        self, chat: Chat, text: str, ways: Sequence[tuple[bool | None, dict[str, Any]]]
-    ) -> list[tuple[int, str]] | None:
-        """Return the marks of a chat, with their indices in its text; None if no way of marking it leaves this text.
+    def marks(self, chat: Chat, text: str, ways: Sequence[tuple[bool | None, dict[str, Any]]]) -> list[Mark] | None:
+        """Return the marks of a chat; None if no way of marking it leaves its text.
 
         A message has its mark before the first character of each of its texts that is no white space. None is in chats
         of more messages than there are marks.
@@ -201,26 +214,28 @@ class Turns:
                 and further parts of the request, which may be other marks.
         """
         for empty, how in ways:
-            few = empty is not None and len(chat.messages) <= _MOST_MARKS
-            marked = [_mark(each, chr(_MARK + n) * few, empty) for n, each in enumerate(chat.messages)]
+            spaces: dict[str, str] = {}
+            few = empty is not None and len(_KINDS) * len(chat.messages) <= _MOST_MARKS
+            marked = [_mark(each, n, empty, spaces) if few else each for n, each in enumerate(chat.messages)]
             with contextlib.suppress(RefusedError):
                 parts = _MARKS.split(self._render(chat._replace(messages=marked), **how))
                 if "".join(parts[::2]) == text:
-                    return [*zip(itertools.accumulate(map(len, parts[::2])), parts[1::2], strict=False)]
+                    found = zip(itertools.accumulate(map(len, parts[::2])), parts[1::2], strict=False)
+                    return [Mark(at, char, spaces.get(char, "")) for at, char in found]
         return None
 
 
-def owner(mark: str) -> int:
-    """Return the number of the message that a mark is in."""
-    return ord(mark) - _MARK
+def _mark(message: Message, number: int, empty: bool | None, spaces: dict[str, str]) -> Message:
+    """Return a message with marks, and note the white space before each."""
 
-
-def _mark(message: Message, mark: str, empty: bool | None) -> Message:
-    def change(what: str, text: Any) -> Any:
-        if what not in ("thoughts", "content", "name") or not isinstance(text, str):
-            return text
+    def change(what: str, value: Any) -> Any:
+        text = str(value)
         at = len(text) - len(text.lstrip())
-        return f"{text[:at]}{mark}{text[at:]}" if at < len(text) or (empty and what == "content") else text
+        if what not in _KINDS or (at == len(text) and not (empty and what == "content")):
+            return value
+        char = chr(_MARK + len(_KINDS) * number + _KINDS.index(what))
+        spaces.setdefault(char, text[:at])
+        return f"{text[:at]}{char}{text[at:]}"
 
     return map_message(message, change)
 
@@ -252,23 +267,20 @@ def _stand_in(message: Message, word: str, *, full: bool = False) -> Message:
     return {**changed, "content": changed["content"][:1]} if isinstance(changed.get("content"), list) else changed
 
 
-def _fit(pattern: _Pattern, messages: list[Message], number: int, places: dict[int, int], text: str) -> Turn | None:
-    """Return the turn of a message, by the pattern of such turns; None where the text does not have it there."""
-    before = _find_before(pattern.before, messages[number], places[number], text)
-    end = _find_before(pattern.behind, messages[number + 1], places[number + 1], text)
-    if before is None or end is None or end <= places[number]:
+def _fit(pattern: _Pattern, here: Mark, after: Mark, text: str) -> Turn | None:
+    """Return the turn of a message with the mark `here`, by the pattern of such turns; None where it does not fit."""
+    before, end = _find_before(pattern.before, here, text), _find_before(pattern.behind, after, text)
+    if before is None or end is None or end <= here.at:
         return None
     return Turn(before + len(pattern.before) - pattern.inside, end)
 
 
-def _find_before(part: str, message: Message, place: int, text: str) -> int | None:
-    """Return where `part` begins in `text`, if it stands before a message whose first text is at `place`.
-
-    Between them is the white space with which a text of the message begins, unless the template trims it.
-    """
-    spaces = {""}
-    map_message(message, lambda _, value: spaces.add(str(value)[: len(str(value)) - len(str(value).lstrip())]))
-    return min((place - len(part + s) for s in spaces if text.endswith(part + s, 0, place)), default=None)
+def _find_before(part: str, mark: Mark, text: str) -> int | None:
+    """Return where `part` begins before a mark. The white space of the marked text is between them, unless trimmed."""
+    for between in (part + mark.space, part):
+        if text.endswith(between, 0, mark.at):
+            return mark.at - len(between)
+    return None
 
 
 def _common(texts: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ class Guarded:
 
     def __init__(self, tokenizer: Bytes | HuggingFace, templates: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        contents = tokenizer.contents() if isinstance(tokenizer, HuggingFace) else {"added_tokens": []}
+        contents: dict[str, Any] = tokenizer.contents() if isinstance(tokenizer, HuggingFace) else {"added_tokens": []}
         added = {token["content"]: token["special"] for token in contents["added_tokens"] if token["content"]}
         written = "\n".join(templates)
         special = [text for text in added if added[text] or (text in written and not text.isspace())]
@@ -71,7 +71,7 @@ class Guarded:
             self._unknown = tokenizer.token_id(_unknown(contents["model"]) or "")
             self._ids = np.array([tokenizer.token_id(text) for text in special], np.int64)
             self._library = tokenizer.changed(self._replace)
-            for text in added:
+            for text in sorted(added, key=lambda text: text in self._codes):
                 own, code = tokenizer.token_id(text), self._codes.get(text, "") * len(text)
                 if code and self._encode(code).ids.tolist() != [own]:
                     raise UserError(f"{tokenizer.shown}: its special token {show(text)} is not read as one; correct it")
