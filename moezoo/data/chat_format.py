@@ -20,7 +20,7 @@ from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, shared
 from moezoo.data.guarded import Encoded, Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
 from moezoo.errors import UserError, nearest
-from moezoo.typed import show
+from moezoo.typed import counted, show
 
 LossOn = Literal["assistant", "last", "each", "all"]
 _WORD, _ID = "Zqj", "000000000"  # a text that no template has, and the id of a call, as Mistral's templates want it
@@ -147,11 +147,11 @@ class ChatFormat:
         for fact, number in sorted(self._seen.items()):
             if fact == "arguments":
                 lines.append(
-                    f"{_counted(number, 'example')} with the arguments of calls as text: {shown} fails with objects"
+                    f"{counted(number, 'example')} with the arguments of calls as text: {shown} fails with objects"
                 )
             elif not re.search(rf"\b{re.escape(name := fact.removeprefix('key '))}\b", written):
                 lines.append(
-                    f"key {show(name)} in {_counted(number, 'message')} has no effect: {shown} does not read it"
+                    f"key {show(name)} in {counted(number, 'message')} has no effect: {shown} does not read it"
                 )
         missing = missing_tokens(self._template, self._renderer.about(tools=False).names)
         lines += [missing] if missing else []
@@ -304,10 +304,6 @@ def _in_form(message: Message, *, as_parts: bool) -> Message:
     if isinstance(content := message.get("content", []), str) == as_parts:
         content = [{"type": "text", "text": content}] if as_parts else "".join(part["text"] for part in content)
     return {**message, "content": content} if "content" in message else message
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _find_end(turn: Turn, closing: str | None, text: str, found: Encoded) -> int:
