@@ -17,7 +17,7 @@ from moezoo.data.chat_records import Chat, Message
 from moezoo.data.chat_renderer import RefusedError, Renderer, RenderError
 from moezoo.data.chat_template import Template, missing_tokens
 from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, shared
-from moezoo.data.guarded import Encoded, Guarded
+from moezoo.data.guarded import Guarded
 from moezoo.data.tokenizer import Bytes, HuggingFace
 from moezoo.errors import UserError, nearest
 from moezoo.typed import counted, show
@@ -123,9 +123,10 @@ class ChatFormat:
             text += spans[-1][1] or ""
         found, text = self._guarded.encode(text), self._guarded.restore(text)
         mask = np.full(len(found.ids), loss_on == "all")
+        special = found.begins[found.special], found.ends[found.special]
         for turn, closing in spans:
             first = np.searchsorted(found.ends, turn.begin, side="right")
-            mask[first : np.searchsorted(found.begins, _find_end(turn, closing, text, found))] = loss_on != "all"
+            mask[first : np.searchsorted(found.begins, _find_end(turn, closing, text, *special))] = loss_on != "all"
         return EncodedChat(text, found.ids, found.begins, mask)
 
     def prompt(self, chat: Chat) -> EncodedChat:
@@ -306,9 +307,11 @@ def _in_form(message: Message, *, as_parts: bool) -> Message:
     return {**message, "content": content} if "content" in message else message
 
 
-def _find_end(turn: Turn, closing: str | None, text: str, found: Encoded) -> int:
-    """Return where a turn ends for training: behind the special token that ends it, without white space after that."""
-    begins, ends = found.begins[found.special], found.ends[found.special]
+def _find_end(turn: Turn, closing: str | None, text: str, begins: np.ndarray, ends: np.ndarray) -> int:
+    """Return where a turn ends for training: behind the special token that ends it, without white space after that.
+
+    Special tokens are in the parts of the text from `begins` to `ends`.
+    """
     # The first special token behind it, or the last one in it.
     at = int(np.searchsorted(begins, turn.end)) - (not closing)
     if closing is None or not 0 <= at < len(begins) or begins[at] < turn.begin:

@@ -8,8 +8,9 @@ message adds to the messages before it, without its *header*, which is the templ
   what the generation prompt has there too. It never depends on the answer itself.
 
 Rendering the beginning of the chat anew for each turn would take the square of its length. So `Turns` does this in a
-chat of a few stand-ins, the turn's *window*, and renders the whole once more, with a mark in each message: around the
-marks the text must have what the window has. Only a turn that is not so is looked for in the beginning of the chat.
+chat of a few stand-ins, the turn's *window*, and the text must have around each message what its window has. Where the
+messages are, then follows from their texts; where these are not as the template writes them, the chat is rendered once
+more, with a mark in each message. Only a turn that has another window is looked for in the beginning of the chat.
 """
 
 import contextlib
@@ -74,11 +75,13 @@ class _Pattern(NamedTuple):
     """What a template writes around a turn, in a chat of stand-ins.
 
     - `before`: up to the first text of the turn; its last `inside` characters are of the turn;
+    - `ending`: from the end of this text to the end of the turn;
     - `behind`: from the end of the turn to the first text of the next message, or to the end.
     """
 
     before: str
     inside: int
+    ending: str
     behind: str
 
 
@@ -101,12 +104,12 @@ class Turns:
         """
         if not numbers:
             return []
-        found, places, frame = [], self._places(chat, text), json.dumps([chat.tools, chat.variables])
+        found, frame = [], json.dumps([chat.tools, chat.variables])
+        places = self._find_texts(chat, text, frame) or self._places(chat, text)
         for number in numbers:
             turn, here, after = None, places.get(number), places.get(number + 1)
-            if here and after:
-                pattern = self._pattern(json.dumps(_window(chat.messages, number)), frame)
-                turn = pattern and _fit(pattern, here, after, text)
+            if here and after and (pattern := self._pattern(_window(chat.messages, number), frame)):
+                turn = _fit(pattern, here, after, text)
             begin, end = turn or self._find_turn(chat, number, text)
             for other, place in places.items():
                 if (inside := begin <= place.at < end) != (other == number):
@@ -114,6 +117,25 @@ class Turns:
                     raise UnclearTurnError(f"what message {number + 1} adds has {what}")
             found.append(Turn(begin, end))
         return found
+
+    def _find_texts(self, chat: Chat, text: str, frame: str) -> dict[int, Mark]:
+        """Return what `_places` does, if a chat is texts alone, and its text is these within their patterns."""
+        if chat.tools or any(message.keys() != {"role", "content"} for message in chat.messages):
+            return {}
+        found, at = {}, 0
+        for number, message in enumerate(chat.messages):
+            pattern, own = self._pattern(_window(chat.messages, number), frame), message["content"]
+            if pattern is None or not isinstance(own, str) or not own.strip():
+                return {}
+            if number == 0 and text.startswith(pattern.before):
+                at = len(pattern.before)
+            behind = pattern.ending + pattern.behind
+            written = (each + behind for each in (own, own.strip(), own.lstrip(), own.rstrip()))
+            if not at or (part := next((each for each in written if text.startswith(each, at)), None)) is None:
+                return {}
+            space = part[: len(part) - len(part.lstrip())]
+            found[number], at = Mark(at + len(space), "", space), at + len(part)
+        return {**found, len(found): Mark(at, "", "")} if at == len(text) else {}
 
     def _find_pattern(self, window: str, frame: str) -> _Pattern | None:
         """Return what stands around message `number` of a chat of stand-ins; None where that is not clear."""
@@ -131,7 +153,7 @@ class Turns:
         first = begin
         if number - 1 in places and messages[number - 1]["role"] != "assistant":  # it has one text alone
             first = min(begin, places[number - 1].at + 1)
-        return _Pattern(text[first : here.at], here.at - begin, text[end : after.at])
+        return _Pattern(text[first : here.at], here.at - begin, text[here.at + 1 : end], text[end : after.at])
 
     def _find_turn(self, chat: Chat, number: int, text: str) -> Turn:
         """Return the turn of a message from the renderings of the messages up to it."""
@@ -240,8 +262,8 @@ def _mark(message: Message, number: int, empty: bool | None, spaces: dict[str, s
     return map_message(message, change)
 
 
-def _window(messages: Sequence[Message], number: int) -> tuple[int, list[Message]]:
-    """Return a chat of stand-ins that has a message between its neighbours, and the number of the message there.
+def _window(messages: Sequence[Message], number: int) -> str:
+    """Return a chat of stand-ins that has a message between its neighbours, behind the message's number, as JSON.
 
     Behind the next message it has another, since templates write the last one differently.
     """
@@ -251,8 +273,8 @@ def _window(messages: Sequence[Message], number: int) -> tuple[int, list[Message
     before = [messages[0]] if first and messages[0]["role"] in ("system", "developer") else []
     if first < number and messages[first]["role"] == "assistant":  # most templates want a user first
         before.append({"role": "user", "content": "x"})
-    chat = [_stand_in(message, "x") for message in (*before, *messages[first : number + 3])]
-    return len(before) + number - first, chat
+    window = [_stand_in(message, "x") for message in (*before, *messages[first : number + 3])]
+    return json.dumps([len(before) + number - first, window])
 
 
 def _stand_in(message: Message, word: str, *, full: bool = False) -> Message:
