@@ -1,7 +1,8 @@
-"""The exception for users' mistakes, hints and lines for messages, and the check of an argument's class."""
+"""The exception for users' mistakes, hints, places and lines for messages, and the check of an argument's class."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -18,6 +19,15 @@ def nearest(name: str, options: Iterable[str]) -> str:
     valid = sorted({*options})
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(valid)}"
+
+
+@contextlib.contextmanager
+def locating(where: str) -> Iterator[None]:
+    """Let a mistake in the block begin with its place."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def last_words(stderr: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from moezoo.errors import UserError
 
+_MOST_TEXT = 10**8  # bytes of a text that is read whole
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # Options of glibc's mallopt, from <malloc.h>: M_TRIM_THRESHOLD (never give back the end of a heap), M_MMAP_MAX (no
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
@@ -225,6 +226,21 @@ def is_locked(folder: Path) -> bool:
             return False
     except UserError:
         return True
+
+
+def read_text(path: Path, shown: str, advice: str) -> str:
+    """Return the UTF-8 text of the regular file `path`.
+
+    Raises `UserError` with `shown` at its start and `advice` at its end if it is none, or is too large.
+    """
+    if check_file(path, shown, advice) > _MOST_TEXT:
+        raise UserError(f"{shown} has more than {_MOST_TEXT} bytes; {advice}")
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror}); {advice}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {advice}") from error
 
 
 @contextlib.contextmanager

@@ -273,6 +273,11 @@ def show(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({len(text)} characters)"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return how many things there are, in words."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 _LONGEST = 300
 
 

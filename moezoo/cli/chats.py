@@ -8,10 +8,10 @@ from typing import Any
 
 import moezoo.interrupts as interrupts
 from moezoo.data.chat_format import ChatFormat
-from moezoo.data.chat_records import Chat, read_chat
+from moezoo.data.chat_records import LIKE, Chat, read_chat
 from moezoo.data.files import find_files
 from moezoo.data.jsonl import parse_object, read_lines
-from moezoo.errors import UserError
+from moezoo.errors import UserError, locating
 from moezoo.typed import show
 
 _ASKING = ("user", "tool")  # whose messages an assistant answers
@@ -47,10 +47,7 @@ def _message(role: str, text: str) -> dict[str, str]:
 
 def _join(chat: Chat, more: Chat) -> Chat:
     """Return a chat with the messages of another behind its own."""
-    parts = chat, more
-    calls = [message for each in parts for message in each.text_calls or each.messages]
-    has_calls = any(each.text_calls for each in parts)
-    return chat._replace(messages=[*chat.messages, *more.messages], text_calls=calls if has_calls else None)
+    return chat._replace(messages=[*chat.messages, *more.messages])
 
 
 def _read_history(history: str, field: str) -> Chat:
@@ -59,11 +56,9 @@ def _read_history(history: str, field: str) -> Chat:
     if len(lines) != 1:
         what = "several chats" if lines else "no chat"
         raise UserError(f"{found.shown} has {what}; give a file with one, as a JSON object in a line")
-    record = parse_object(lines[0].text, lines[0].where, '{"messages": [{"role": ..., "content": ...}, ...]}')
-    try:
+    record = parse_object(lines[0].text, lines[0].where, LIKE)
+    with locating(lines[0].where):
         return read_chat(record, field)
-    except UserError as error:
-        raise UserError(f"{lines[0].where}: {error}") from error
 
 
 def add_message(chat: Chat, role: str, text: str) -> Chat:

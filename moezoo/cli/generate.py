@@ -12,7 +12,7 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
-from moezoo.host import check_file
+from moezoo.host import read_text
 from moezoo.typed import Range, show
 
 
@@ -243,14 +243,7 @@ def _read_text(name: str, prompt: str) -> str:
     if not prompt.startswith("@") or prompt.startswith("@@"):
         return prompt.removeprefix("@")
     shown, advice = f"{name}={show(prompt)}", "name a UTF-8 text file; a text that begins with @ is written @@..."
-    path = Path(os.path.expanduser(prompt[1:]))
-    check_file(path, shown, advice)
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{shown} cannot be read ({error.strerror}); {advice}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {advice}") from error
+    return read_text(Path(os.path.expanduser(prompt[1:])), shown, advice)
 
 
 def _load(request: Request, changes: Sequence[str], cfg: Any) -> _Loaded:

@@ -14,7 +14,7 @@ from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
-from moezoo.errors import UserError
+from moezoo.errors import UserError, locating
 from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text_settings
 from moezoo.hub.kept import describe_forms
 from moezoo.hub.opening import check_tensors, describe_download, open_folder
@@ -77,10 +77,8 @@ class Origin(NamedTuple):
         opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
         blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
         holdings, _ = check_tensors(opened, blueprint.shapes)
-        try:
+        with locating(str(self.path)):
             return describe_forms(blueprint, holdings)
-        except UserError as error:
-            raise UserError(f"{self.path}: {error}") from error
 
 
 def run_text_settings(

@@ -14,7 +14,7 @@ import numpy as np
 
 from moezoo.data.cache import How, Kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
-from moezoo.data.chat_records import read_chat
+from moezoo.data.chat_records import LIKE, read_chat
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
@@ -24,14 +24,13 @@ from moezoo.data.files import Found, find_files
 from moezoo.data.jsonl import parse_object, read_lines
 from moezoo.data.packing import Packing
 from moezoo.data.source import Source
-from moezoo.data.tokenizer import Bytes, HuggingFace, Tokenizer, text_tokenizer
-from moezoo.errors import UserError
+from moezoo.data.tokenizer import HuggingFace, Tokenizer, text_tokenizer
+from moezoo.errors import UserError, locating
 from moezoo.typed import show
 
 # What a template sees as today, unless it is set: a date that changes would change the data.
 DATE = "2025-01-01"
 _MADE = 2  # how a chat becomes ids; another number makes older entries of the cache unused
-_LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,11 @@ class Chat(FileSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_date(self.date, key="data.date")
+        try:
+            datetime.date.fromisoformat(self.date)
+        except ValueError as error:
+            shown = show(f"data.date={self.date}")
+            raise UserError(f"{shown} is no date ({error}); write one such as {DATE}") from None
 
     @property
     def reader(self) -> str:
@@ -72,19 +75,17 @@ class Chat(FileSettings):
 
     def documents(self, found: Found) -> Iterator[Document]:
         for number, line in enumerate(read_lines(found)):
-            record = parse_object(line.text, line.where, _LIKE)
+            record = parse_object(line.text, line.where, LIKE)
             if self.loss_on != "each":
                 yield line
                 continue
-            try:
+            with locating(line.where):
                 turns = read_chat(record, self.field).turns
-            except UserError as error:
-                raise UserError(f"{line.where}: {error}") from error
-            for turn in turns:
-                yield line._replace(turn=turn, name=str(number))
+            yield from (line._replace(turn=turn, name=str(number)) for turn in turns)
 
     def load(self, *, seed: int, vocab: int) -> Source:
-        source, tokenizer = super().load(seed=seed, vocab=vocab), self.read_tokenizer()
+        source = super().load(seed=seed, vocab=vocab)
+        tokenizer = text_tokenizer(self.tokenizer, key="data.tokenizer")
         decode = tokenizer.decode_special if isinstance(tokenizer, HuggingFace) else tokenizer.decode
         return dataclasses.replace(source, decode=decode, too_long=self.too_long, held_out=())
 
@@ -110,56 +111,43 @@ class Chat(FileSettings):
         document = next(itertools.islice(read_lines(found), number - 1, None), None)
         if document is None:
             raise UserError(f"{found.shown} has no chat number {number}; choose a smaller number")
-        parse_object(document.text, document.where, _LIKE)
-        with self.format() as chats:
-            try:
-                return chats.examples(read_chat(json.loads(document.text), self.field), self.loss_on)
-            except UserError as error:
-                raise UserError(f"{document.where}: {error}") from error
+        record = parse_object(document.text, document.where, LIKE)
+        with self.format() as chats, locating(document.where):
+            return chats.examples(read_chat(record, self.field), self.loss_on)
 
     def ends(self, tokenizer: Tokenizer, about: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         if not isinstance(tokenizer, HuggingFace):
             return ()
-        found = next((each["ends"] for each in about if "ends" in each), None)
+        found = next((each["answers_end"] for each in about if "answers_end" in each), None)
         if found is None:
             with self.format() as chats:
                 found = chats.ends()
-        return _ends(tokenizer, self.end_token, found, self.read_template())
+        return tuple(dict.fromkeys([*super().ends(tokenizer), *found]))
 
     def read_template(self) -> Template:
         """Return the chat template. Raises `UserError` if there is none, or it is damaged."""
         if self.template is not None:
             return file_template(self.template, key="data.template", tokenizer=self.tokenizer)
-        if self.tokenizer is None:
+        if (tokenizer := self.tokenizer_file()) is None:
             raise UserError(
                 "data.template is required for data=chat; pass data.template=FILE, or data.tokenizer=FILE in a folder "
                 "that has a chat template"
             )
-        folder = Path(os.path.expanduser(self.tokenizer)).parent
-        return folder_template(folder, key=f"data.tokenizer={self.tokenizer}")
+        return folder_template(tokenizer.parent, key=f"data.tokenizer={self.tokenizer}")
 
     def chat_files(self) -> dict[str, Path]:
-        if self.tokenizer is None:
+        if (tokenizer := self.tokenizer_file()) is None:
             return {}
-        beside = Path(os.path.expanduser(self.tokenizer)).parent
-        found = {name: beside / name for name in (CONFIG, TOKENS, TEMPLATE) if (beside / name).is_file()}
-        if self.template is None:
-            return found
-        own = Path(os.path.expanduser(self.template))
-        if own.suffix != ".json":
-            return {**found, TEMPLATE: own}
-        found.pop(TEMPLATE, None)  # it would come before the one in the configuration
-        return {**found, CONFIG: own}
-
-    def read_tokenizer(self) -> Bytes | HuggingFace:
-        """Return the tokenizer. Raises `UserError` for a file that is none."""
-        tokenizer = text_tokenizer(self.tokenizer, key="data.tokenizer")
-        assert isinstance(tokenizer, Bytes | HuggingFace)
-        return tokenizer
+        found = {name: tokenizer.parent / name for name in (CONFIG, TOKENS, TEMPLATE)}
+        if self.template is not None:
+            own = Path(os.path.expanduser(self.template))
+            del found[TEMPLATE]  # it would come before the one in the configuration
+            found[CONFIG if own.suffix == ".json" else TEMPLATE] = own
+        return {name: path for name, path in found.items() if path.is_file()}
 
     def format(self) -> ChatFormat:
         """Return what renders chats and makes their tokens; close it after use. Raises `UserError` as it does."""
-        return ChatFormat(self.read_template(), self.read_tokenizer(), self.date)
+        return ChatFormat(self.read_template(), text_tokenizer(self.tokenizer, key="data.tokenizer"), self.date)
 
     def _how(self, vocab: int) -> How:
         return super()._how(vocab)._replace(end=None)
@@ -169,12 +157,11 @@ class Chat(FileSettings):
         with self.format() as chats:
 
             def make(document: Document) -> Ids:
-                chat = read_chat(json.loads(document.text), self.field)
+                chat, loss_on = read_chat(json.loads(document.text), self.field), self.loss_on
+                if document.turn is not None:
+                    chat, loss_on = chat.until(document.turn), "last"
                 try:
-                    if document.turn is None:
-                        encoded = chats.encode(chat, self.loss_on)
-                    else:
-                        encoded = chats.encode(chat.until(document.turn), "last")
+                    encoded = chats.encode(chat, loss_on)
                 except RenderError as error:
                     if error.fault != "ended":
                         raise
@@ -183,38 +170,18 @@ class Chat(FileSettings):
                 return Ids(encoded.ids.astype(how.dtype), encoded.mask)
 
             def about() -> dict[str, Any]:
-                return {"notes": [*chats.notes(), *lost], "ends": chats.ends()}
+                return {"notes": [*chats.notes(), *lost], "answers_end": chats.ends()}
 
             return super()._read(found, how._replace(make=make, about=about))
 
 
 def folder_format(folder: str) -> ChatFormat:
     """Return what renders chats for the model of a Hugging Face folder. Raises `UserError` where it has no template."""
-    return ChatFormat(_own_template(folder), _folder_tokenizer(folder), DATE)
+    template = folder_template(folder, key=f"folder={folder}", advice=f"write {TEMPLATE} there")
+    return ChatFormat(template, HuggingFace(Path(os.path.expanduser(folder)) / "tokenizer.json", key="tokenizer"), DATE)
 
 
 def folder_ends(folder: str) -> tuple[int, ...]:
     """Return the tokens at which answers end in the template of a folder. Raises as `folder_format` does."""
     with folder_format(folder) as chats:
-        return _ends(_folder_tokenizer(folder), None, chats.ends(), _own_template(folder))
-
-
-def _own_template(folder: str) -> Template:
-    return folder_template(folder, key=f"folder={folder}", advice=f"write {TEMPLATE} there")
-
-
-def _folder_tokenizer(folder: str) -> HuggingFace:
-    return HuggingFace(Path(os.path.expanduser(folder)) / "tokenizer.json", key="tokenizer")
-
-
-def _ends(tokenizer: HuggingFace, end_token: str | None, found: Sequence[int], template: Template) -> tuple[int, ...]:
-    own, eos = (tokenizer.token_id(text) if text else None for text in (end_token, template.variables.get("eos_token")))
-    return tuple(dict.fromkeys(number for number in (own, *found, eos) if number is not None))
-
-
-def check_date(date: str, *, key: str) -> None:
-    """Raise `UserError`, naming `key`, unless a text is a date such as 2025-01-01."""
-    try:
-        datetime.date.fromisoformat(date)
-    except ValueError as error:
-        raise UserError(f"{show(f'{key}={date}')} is no date ({error}); write one such as {DATE}") from None
+        return chats.ends()

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,8 +24,6 @@ _NAME = "<chat template>"
 _COUNTED = "moezoo_counted"  # the filter around what each loop goes through
 # JSON's escapes of a character of plane 16, which only moezoo puts into texts.
 _ESCAPED = re.compile(r"\\u(db[c-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
-
-
 _REPRESENTED = re.compile(r"\\U(0010[0-9a-f]{4})")
 
 
@@ -37,26 +35,8 @@ class RefusalError(Exception):
         self.answer = {"fault": kind, **facts}
 
 
-class _RaisedError(Exception):
-    """The template called `raise_exception`."""
-
-
-class _Steps:
-    """Counts what a rendering does, so that the same chats are refused on every machine."""
-
-    def __init__(self, most: int):
-        self.most = self.left = most
-
-    def take(self, number: int) -> None:
-        self.left -= number
-        if self.left < 0:
-            raise RefusalError("steps")
-
-    def count(self, items: Any) -> list[Any]:
-        """Return the items that a loop goes through."""
-        found = list(items)
-        self.take(len(found))
-        return found
+# What a template raises, by the kind of its fault.
+_FAULTS = {"unsafe": SecurityError, "memory": MemoryError, "failed": Exception}
 
 
 class _Generation(ext.Extension):
@@ -77,14 +57,28 @@ class _Generation(ext.Extension):
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, in which what is not allowed ends the template, instead of being empty text."""
+    """The sandbox, in which what is not allowed ends the template, instead of being empty text.
 
-    steps: _Steps
+    It counts what a rendering does, so that the same chats are refused on every machine.
+    """
+
+    left: int  # the steps that a rendering may still take
+
+    def take(self, number: int) -> None:
+        self.left -= number
+        if self.left < 0:
+            raise RefusalError("steps")
+
+    def count(self, items: Any) -> list[Any]:
+        """Return the items that a loop goes through."""
+        found = list(items)
+        self.take(len(found))
+        return found
 
     def call(self, context: Any, obj: Any, /, *arguments: Any, **named: Any) -> Any:
-        self.steps.take(1)
+        self.take(1)
         if isinstance(obj, runtime.LoopContext) and arguments:  # a recursive loop
-            arguments = (self.steps.count(arguments[0]), *arguments[1:])
+            arguments = (self.count(arguments[0]), *arguments[1:])
         return super().call(context, obj, *arguments, **named)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
@@ -95,18 +89,14 @@ class _Namespace(utils.Namespace):
     """What `namespace()` makes, without names that Python keeps for itself."""
 
     def __init__(self, /, *items: Any, **named: Any):
-        for name in (values := dict(*items, **named)):
-            _check_name(name)
-        utils.Namespace.__init__(self, values)
+        super().__init__()
+        for name, value in dict(*items, **named).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        utils.Namespace.__setitem__(self, name, value)
-
-
-def _check_name(name: Any) -> None:
-    if str(name).startswith("_"):
-        raise SecurityError(f"a namespace with {name!r}")
+        if str(name).startswith("_"):
+            raise SecurityError(f"a namespace with {name!r}")
+        super().__setitem__(name, value)
 
 
 class Chats:
@@ -118,36 +108,33 @@ class Chats:
     """
 
     def __init__(self, setup: Mapping[str, Any]):
-        self._variables, self._most = setup["variables"], setup["most"]
-        self._steps = _Steps(setup["steps"])
+        self._variables, self._most, self._steps = setup["variables"], setup["most"], setup["steps"]
         date = datetime.datetime.fromisoformat(setup["date"])
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
-        environment.steps = self._steps
-        environment.filters |= {"tojson": _to_json, _COUNTED: self._steps.count}
+        environment.left = self._steps
+        environment.filters |= {"tojson": _to_json, _COUNTED: environment.count}
         environment.globals |= {"raise_exception": _raise, "strftime_now": lambda form: date.strftime(form)}
         environment.globals |= {"dict": lambda *items, **named: dict(*items, **named), "namespace": _Namespace}
         # They would render a chat differently in every run.
         del environment.filters["random"], environment.globals["lipsum"]
-        self._trees: dict[str, nodes.Template] = {}
-        self._templates = {name: self._compile(environment, name, text) for name, text in setup["templates"].items()}
+        self._environment, self._trees = environment, dict[str, nodes.Template]()
+        self._templates = {name: self._compile(name, text) for name, text in setup["templates"].items()}
 
-    def _compile(self, environment: Any, name: str, text: str) -> jinja2.Template:
+    def _compile(self, name: str, text: str) -> jinja2.Template:
+        environment: Any = self._environment
         try:
             self._trees[name] = tree = environment.parse(text, name, _NAME)
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
             code = environment.compile(tree.set_environment(environment), name, _NAME)
             return environment.template_class.from_code(environment, code, environment.make_globals(None))
-        except jinja2.TemplateError as error:
-            raise RefusalError(
-                "syntax", template=name, line=getattr(error, "lineno", None), text=_words(error)
-            ) from error
-        except (RecursionError, SyntaxError, OverflowError, ValueError) as error:
-            raise RefusalError("syntax", template=name, line=None, text=_words(error)) from error
+        except (jinja2.TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
+            line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
+            raise RefusalError("syntax", line=line, text=_words(error)) from error
 
     def describe(self) -> dict[str, Any]:
         """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
-        blocks = {name: any(map(_is_block, tree.find_all(nodes.CallBlock))) for name, tree in self._trees.items()}
+        blocks = {name: tree.find(nodes.ExtensionAttribute) is not None for name, tree in self._trees.items()}
         return {"marked": blocks, "names": {name: sorted(_find_printed(tree)) for name, tree in self._trees.items()}}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,7 +147,7 @@ class Chats:
         """
         template = self._templates["tool_use" if request["tools"] and "tool_use" in self._templates else "default"]
         _Generation.marks, _Generation.within = request["marks"], request["within"]
-        self._steps.left = self._steps.most
+        self._environment.left = self._steps
         values = {**self._variables, **request["variables"], "messages": request["messages"]}
         parts, size = [], 0
         try:
@@ -173,14 +160,9 @@ class Chats:
                 parts.append(part)
         except RefusalError:
             raise
-        except _RaisedError as error:
-            raise RefusalError("raised", text=_words(error)) from error
-        except SecurityError as error:
-            raise RefusalError("unsafe", text=_words(error), line=_line(error)) from error
-        except MemoryError as error:
-            raise RefusalError("memory") from error
         except Exception as error:  # a template can raise whatever Python raises
-            raise RefusalError("failed", text=_words(error), line=_line(error)) from error
+            kind = next(kind for kind, errors in _FAULTS.items() if isinstance(error, errors))
+            raise RefusalError(kind, text=_words(error), line=_line(error)) from error
         # Python writes characters of plane 16 in a list or an object as escapes.
         return {"text": _REPRESENTED.sub(lambda found: chr(int(found[1], 16)), "".join(parts))}
 
@@ -193,14 +175,8 @@ def _find_printed(tree: nodes.Template) -> set[str]:
     return meta.find_undeclared_variables(tree) - names
 
 
-def _is_block(node: nodes.CallBlock) -> bool:
-    """Return whether a node is a block `{% generation %}`."""
-    called = node.call.node
-    return isinstance(called, nodes.ExtensionAttribute) and called.identifier == _Generation.identifier
-
-
 def _raise(message: Any) -> None:
-    raise _RaisedError(str(message))
+    raise RefusalError("raised", text=str(message)[:1000])
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -219,39 +195,36 @@ def _line(error: BaseException) -> int | None:
     return lines[-1] if lines else None
 
 
-def _serve(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the answer to each line: that of the first, the setup, is what `Chats.describe` returns."""
-    chats, seconds = None, 0.0
-    for line in lines:
-        message = json.loads(line)
-        if chats is None:
-            seconds = message["seconds"]
-            for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-                with suppress(ValueError, OSError):  # not every system has all of them
-                    most = message["memory"] if limit == resource.RLIMIT_AS else 0
-                    resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
-        # The last guard, against what is not counted. By default this signal ends the process, whatever it is doing.
-        # Other work of the machine does not count.
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            if chats is None:
-                chats = Chats(message)
-                answer = chats.describe()
-            else:
-                answer = chats.answer(message)
-        except RefusalError as refusal:
-            answer = refusal.answer
-        except MemoryError:
-            answer = {"fault": "memory"}
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        yield answer
-
-
 def main() -> None:
-    """Answer each line of stdin by a line of stdout, until stdin ends with the process that wrote it."""
+    """Answer each line of stdin by a line of stdout, until stdin ends with the process that wrote it.
+
+    The first line is the setup, and its answer what `Chats.describe` returns.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    chats, seconds = None, 0.0
     try:
-        for answer in _serve(iter(sys.stdin.readline, "")):
+        for line in iter(sys.stdin.readline, ""):
+            message = json.loads(line)
+            if chats is None:
+                seconds = message["seconds"]
+                for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+                    with suppress(ValueError, OSError):  # not every system has all of them
+                        most = message["memory"] if limit == resource.RLIMIT_AS else 0
+                        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+            # The last guard, against what is not counted. By default this signal ends the process, whatever it is
+            # doing. Other work of the machine does not count.
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            try:
+                if chats is None:
+                    chats = Chats(message)
+                    answer = chats.describe()
+                else:
+                    answer = chats.answer(message)
+            except RefusalError as refusal:
+                answer = refusal.answer
+            except MemoryError:
+                answer = {"fault": "memory"}
+            signal.setitimer(signal.ITIMER_PROF, 0)
             print(json.dumps(answer), flush=True)
     except MemoryError:  # a line is too long to be read
         print('{"fault": "memory"}', flush=True)

@@ -18,28 +18,31 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _WEIGHTS = ("weight", "loss", "loss_weight", "train")
 _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS}
 _DEEPEST = 100
+LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 # Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
 _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
+
+
+Message = dict[str, Any]
+Change = Callable[[str, Any], Any]
 
 
 class Chat(NamedTuple):
     """A chat, checked.
 
     - `messages`: objects with `role`, `content` (where there is one, a text or a list of parts with `text`) and what
-      else a template reads. The arguments of calls are objects, where they are JSON;
+      else a template reads. The arguments of calls are as in the record, an object or text;
     - `tools`: descriptions of tools; None without any;
     - `variables`: further variables of the template;
     - `excluded`: the numbers, from 0, of messages that are not trained on;
-    - `others`: the keys of messages that moezoo does not know, once for each message;
-    - `text_calls`: the messages with the arguments of calls as texts; None without any.
+    - `others`: the keys of messages that moezoo does not know, once for each message.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tools: list[Any] | None
     variables: dict[str, Any]
     excluded: frozenset[int] = frozenset()
     others: tuple[str, ...] = ()
-    text_calls: list[dict[str, Any]] | None = None
 
     @property
     def turns(self) -> list[int]:
@@ -49,24 +52,31 @@ class Chat(NamedTuple):
 
     def until(self, number: int) -> "Chat":
         """Return the chat up to message `number`, from 0."""
-        calls = None if self.text_calls is None else self.text_calls[: number + 1]
         others = self.others if self.turns[:1] == [number] else ()  # of all examples of a chat in the first
-        return self._replace(messages=self.messages[: number + 1], others=others, text_calls=calls)
+        return self._replace(messages=self.messages[: number + 1], others=others)
+
+    def with_arguments(self, *, as_text: bool) -> "Chat":
+        """Return the chat with the arguments of calls as texts or, where they are JSON, as objects."""
+
+        def change(what: str, value: Any) -> Any:
+            if what != "arguments":
+                return value
+            if not as_text:
+                return _from_json(value, dict)
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+        return self._replace(messages=[map_message(message, change) for message in self.messages])
 
     def guarded(self, guard: Callable[[str], str]) -> "Chat":
         """Return the chat with every text replaced by `guard(text)` that the assistant has not written."""
-        messages = [
-            {key: value if key == "role" else _map_texts(value, guard) for key, value in message.items()}
-            if message["role"] != "assistant"
-            else message
-            for message in self.messages
-        ]
-        calls = self.text_calls and [
-            with_calls if with_calls["role"] == "assistant" else message
-            for message, with_calls in zip(messages, self.text_calls, strict=True)
-        ]
+
+        def change(message: Message) -> Message:
+            if message["role"] == "assistant":
+                return message
+            return {key: value if key == "role" else _map_texts(value, guard) for key, value in message.items()}
+
         tools, variables = _map_texts(self.tools, guard), _map_texts(self.variables, guard)
-        return self._replace(messages=messages, tools=tools, variables=variables, text_calls=calls)
+        return self._replace(messages=[change(each) for each in self.messages], tools=tools, variables=variables)
 
 
 def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
@@ -92,114 +102,97 @@ def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
     excluded = frozenset(
         number for number, message in enumerate(checked) if _is_excluded(message, f"message {number + 1}")
     )
-    tools = _from_json(record.get("tools"), list)
-    if not (tools is None or isinstance(tools, list)):
-        raise UserError(f"tools is {kind(tools)}, not an array; write a list of objects, or null")
-    variables = record.get("chat_template_kwargs")
-    if not (variables is None or isinstance(variables, dict)):
-        raise UserError(f"chat_template_kwargs is {kind(variables)}, not an object; write names and values")
+    tools, variables = _from_json(record.get("tools"), list), record.get("chat_template_kwargs")
+    _check_kind(tools, list | None, "tools", "not an array; write a list of objects, or null")
+    _check_kind(variables, dict | None, "chat_template_kwargs", "not an object; write names and values")
     if taken := [name for name in variables or {} if name in _TAKEN]:
         raise UserError(f"chat_template_kwargs has {taken[0]}, which every template has already; leave it out")
     others = tuple(name for message in checked for name in message if name not in _KNOWN)
-    calls = None
-    if any("tool_calls" in message for message in checked):
-        calls = [_map_arguments(message, _to_text) for message in checked]
-    objects = [_map_arguments(message, lambda value: _from_json(value, dict)) for message in checked]
-    chat = Chat(objects, tools or None, variables or {}, excluded, others, calls)
-    _map_texts([chat.messages, chat.tools, chat.variables, calls], _check_text)
+    chat = Chat(checked, tools or None, variables or {}, excluded, others)
+    for messages in (chat.messages, chat.with_arguments(as_text=False).messages):
+        _map_texts([messages, chat.tools, chat.variables], _check_text)
     return chat
+
+
+def map_message(message: Message, change: Change) -> Message:
+    """Return a message with `change(what, value)` in place of some of its values.
+
+    `what` is "thoughts"; "content", for its text or the text of each of its parts; "id", of a call; "name" or
+    "arguments", of a called function.
+    """
+
+    def change_call(call: Message) -> Message:
+        changed = {key: change(key, call[key]) for key in ("id", "name", "arguments") if key in call}
+        return {**call, **changed, **({"function": change_call(call["function"])} if "function" in call else {})}
+
+    changed = {name: change("thoughts", message[name]) for name in THOUGHTS if name in message}
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = change("id", message["tool_call_id"])
+    if isinstance(content := message.get("content"), str):
+        changed["content"] = change("content", content)
+    elif content is not None:
+        changed["content"] = [{**part, "text": change("content", part["text"])} for part in content]
+    if "tool_calls" in message:
+        changed["tool_calls"] = [change_call(call) for call in message["tool_calls"]]
+    return {**message, **changed}
+
+
+def _check_kind(value: Any, expected: Any, what: str, advice: str) -> None:
+    if not isinstance(value, expected):
+        raise UserError(f"{what} is {kind(value)}, {advice}")
 
 
 def _find_messages(record: Mapping[str, Any], field: str) -> list[Any]:
     """Return the messages of a record, not yet checked."""
     pair = all(record.get(name) is not None for name in ("prompt", "completion"))
     if field in record and not (record[field] is None and pair):  # files of both kinds have all keys in each line
-        messages = record[field]
-        if not isinstance(messages, list):
-            raise UserError(f"{show(field)} is {kind(messages)}, not an array of messages; set data.field")
-        return messages
+        _check_kind(record[field], list, show(field), "not an array of messages; set data.field")
+        return record[field]
     if not ("prompt" in record and "completion" in record):
         near = nearest(field, record) if record else "the object is empty"
         raise UserError(f"neither {show(field)} nor prompt and completion is there; {near}; set data.field")
     found = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         part = record[name]
-        if not isinstance(part, str | list):
-            raise UserError(f"{name} is {kind(part)}, neither a string nor an array of messages; correct it")
+        _check_kind(part, str | list, name, "neither a string nor an array of messages; correct it")
         found += [{"role": role, "content": part}] if isinstance(part, str) else part
     return found
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: Any, where: str) -> Message:
     """Return a message as templates read it."""
-    if not isinstance(message, dict):
-        raise UserError(f'{where} is {kind(message)}, not an object; write {{"role": ..., "content": ...}}')
+    _check_kind(message, dict, where, 'not an object; write {"role": ..., "content": ...}')
     message = {key: value for key, value in message.items() if value is not None}
-    role = message.get("role")
+    role, calls, content = message.get("role"), message.get("tool_calls", []), message.get("content", "")
     if role not in ROLES:
         found = "no role" if role is None else f"role {show(json.dumps(role))}"
         raise UserError(f"{where} has {found}; valid: {', '.join(ROLES)}")
-    calls = message.get("tool_calls", [])
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
+    for call in calls:
+        function = call.get("function", {})
+        _check_kind(function, dict, f"{where}: the function of a call", "expected an object; correct it")
     for name in THOUGHTS:
-        if not isinstance(message.get(name, ""), str):
-            raise UserError(f"{where}: {name} is {kind(message[name])}, expected a string; correct it")
-    if wrong := [call for call in calls if not isinstance(call.get("function", {}), dict)]:
-        raise UserError(
-            f"{where}: the function of a call is {kind(wrong[0]['function'])}, expected an object; correct it"
-        )
+        _check_kind(message.get(name, ""), str, f"{where}: {name}", "expected a string; correct it")
+    _check_kind(content, str | list, f"{where}: content", "expected a string; correct it")
+    for number, part in enumerate(content if isinstance(content, list) else (), 1):
+        named = f"{where}: part {number} of content"
+        _check_kind(part, dict, named, 'expected {"type": "text", "text": ...}')
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"{named} has type {show(json.dumps(part.get('type')))} and no text; only text is read")
     thoughts = next((message[name] for name in THOUGHTS if name in message), None)
-    if thoughts is not None:
-        message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
-    if "content" not in message:
-        if role != "assistant" or not (calls or thoughts):
-            raise UserError(f"{where} has no content; only an assistant's message with tool_calls may have none")
-        return message
-    content = message["content"]
-    if isinstance(content, list):
-        for number, part in enumerate(content, 1):
-            _check_part(part, f"{where}: part {number}")
-    elif not isinstance(content, str):
-        raise UserError(f"{where}: content is {kind(content)}, expected a string; correct it")
-    return message
+    if "content" not in message and (role != "assistant" or not (calls or thoughts)):
+        raise UserError(f"{where} has no content; only an assistant's message with tool_calls may have none")
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _is_excluded(message: dict[str, Any], where: str) -> bool:
+def _is_excluded(message: Message, where: str) -> bool:
     """Take the keys out of a message that say whether it is trained on, and return whether it is not."""
     found = {name: message.pop(name) for name in _WEIGHTS if name in message}
     for name, value in found.items():
         if value not in (0, 1):
             raise UserError(f"{where}: {name} is {show(json.dumps(value))}, expected 0 or 1; correct it")
     return not all(found.values())
-
-
-def _check_part(part: Any, where: str) -> None:
-    if not isinstance(part, dict):
-        raise UserError(f'{where} of content is {kind(part)}, expected {{"type": "text", "text": ...}}')
-    if part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise UserError(
-            f"{where} of content has type {show(json.dumps(part.get('type')))} and no text; only text is read"
-        )
-
-
-def _map_arguments(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a message in which the arguments of calls are changed."""
-
-    def call(found: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(found.get("function"), dict):
-            return {**found, "function": call(found["function"])}
-        return {**found, "arguments": change(found["arguments"])} if "arguments" in found else found
-
-    return (
-        {**message, "tool_calls": [call(found) for found in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-    )
-
-
-def _to_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _from_json(value: Any, expected: type) -> Any:

@@ -61,21 +61,8 @@ class Renderer:
         self._template, self._lock = template, threading.Lock()
         self._idle: list[_Child] = []
         self._all: list[_Child] = []
-        self._setup = {
-            "templates": template.texts,
-            "variables": template.variables,
-            "date": date,
-            "seconds": SECONDS,
-            "most": MOST_BYTES,
-            "steps": STEPS,
-            "memory": MEMORY,
-        }
-
-    def __enter__(self) -> "Renderer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        limits = {"seconds": SECONDS, "most": MOST_BYTES, "steps": STEPS, "memory": MEMORY}
+        self._setup = {"templates": template.texts, "variables": template.variables, "date": date, **limits}
 
     def close(self) -> None:
         """End the processes."""
@@ -87,8 +74,7 @@ class Renderer:
     def about(self, *, tools: bool) -> About:
         """Return what the template of chats with, or without, tools is. Raises `UserError` if it is damaged."""
         child = self._take()
-        with self._lock:
-            self._idle.append(child)
+        self._give_back(child)
         name = "tool_use" if tools and "tool_use" in self._template.texts else "default"
         return About(child.about["marked"][name], frozenset(child.about["names"][name]))
 
@@ -103,9 +89,7 @@ class Renderer:
         """
         child = self._take()
         answer = child.ask(request)
-        if child.alive:
-            with self._lock:
-                self._idle.append(child)
+        self._give_back(child)
         if "fault" in answer:
             kind = RefusedError if answer["fault"] in ("failed", "raised") else RenderError
             raise kind(self._explain(answer), answer["fault"])
@@ -116,29 +100,34 @@ class Renderer:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-            child = _Child()
-            self._all.append(child)
+            self._all.append(child := _Child())
         if "fault" in (answer := child.start(self._setup)):
             child.close()
-            raise UserError(self._explain_setup(answer))
+            raise UserError(self._explain(answer, reading=True))
         return child
 
-    def _explain_setup(self, fault: Mapping[str, Any]) -> str:
-        """Return the message about a template that cannot be read."""
-        if fault["fault"] == "syntax":
-            return f"{self._template.shown}{_at_line(fault)} is not a chat template ({show(fault['text'])}); correct it"
-        return f"{self._template.shown} is not a chat template: reading it {_limit(fault)}; give another"
+    def _give_back(self, child: "_Child") -> None:
+        """Let others use a process, if it can be asked again."""
+        with self._lock:
+            self._idle += [child] if child.about else []
 
-    def _explain(self, answer: Mapping[str, Any]) -> str:
-        """Return the message about a chat that cannot be rendered."""
-        shown, fault = self._template.shown, answer["fault"]
-        if fault == "raised":
-            return f"{shown} refuses this chat: {show(answer['text'])}"
-        if fault == "unsafe":
-            return f"{shown}{_at_line(answer)} does what a template must not do ({show(answer['text'])}); give another"
-        if fault == "failed":
-            return f"{shown}{_at_line(answer)} fails for this chat ({show(answer['text'])}); correct one of them"
-        return f"rendering it by {shown} {_limit(answer)}; correct the template or leave the chat out"
+    def _explain(self, answer: Mapping[str, Any], *, reading: bool = False) -> str:
+        """Return the message about a template that cannot be read, or a chat that cannot be rendered."""
+        shown, fault, words = self._template.shown, answer["fault"], show(answer.get("text", ""))
+        at = shown if answer.get("line") is None else f"{shown} line {answer['line']}"
+        limit = {
+            "time": f"takes more than {SECONDS:.0f} seconds of processor time, the last guard",
+            "steps": f"takes more than {STEPS:,} steps, items of loops and calls of functions",
+            "size": f"gives more than {MOST_BYTES / 10**6:.0f} MB of text",
+            "memory": f"needs more than {MEMORY / 2**30:.0f} GiB of memory",
+        }.get(fault, f"ended its process (exit code {answer.get('code')})")
+        met = f"rendering it by {shown} {limit}; correct the template or leave the chat out"
+        return {
+            "syntax": f"{at} is not a chat template ({words}); correct it",
+            "raised": f"{shown} refuses this chat: {words}",
+            "unsafe": f"{at} does what a template must not do ({words}); give another",
+            "failed": f"{at} fails for this chat ({words}); correct one of them",
+        }.get(fault, f"{shown} is not a chat template: reading it {limit}; give another" if reading else met)
 
 
 def _jinja2() -> tuple[int, ...]:
@@ -149,32 +138,12 @@ def _jinja2() -> tuple[int, ...]:
         return ()
 
 
-def _at_line(answer: Mapping[str, Any]) -> str:
-    return "" if answer["line"] is None else f" line {answer['line']}"
-
-
-def _limit(answer: Mapping[str, Any]) -> str:
-    """Return which limit rendering has met."""
-    limits = {
-        "time": f"takes more than {SECONDS:.0f} seconds of processor time, the last guard",
-        "steps": f"takes more than {STEPS:,} steps, items of loops and calls of functions",
-        "size": f"gives more than {MOST_BYTES / 10**6:.0f} MB of text",
-        "memory": f"needs more than {MEMORY / 2**30:.0f} GiB of memory",
-    }
-    return limits.get(answer["fault"]) or f"ended its process (exit code {answer['code']})"
-
-
 class _Child:
     """A process of `chat_child`. One thread uses it at a time."""
 
     def __init__(self):
-        self._process: subprocess.Popen[bytes] | None = None
-        self.about: dict[str, Any] = {}
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can be asked again."""
-        return self._process is not None
+        self._process: Any = None
+        self.about: dict[str, Any] = {}  # what it has read; empty where it does not run
 
     def start(self, setup: Mapping[str, Any]) -> dict[str, Any]:
         """Start the process, and return its answer to the setup."""
@@ -191,11 +160,7 @@ class _Child:
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of the process, or that it has ended."""
-        process = self._process
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = b""
+        process, line = self._process, b""
         try:
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
@@ -209,11 +174,9 @@ class _Child:
 
     def close(self) -> int | None:
         """End the process, and return its exit code."""
-        process, self._process = self._process, None
+        process, self._process, self.about = self._process, None, {}
         if process is None:
             return None
-        assert process.stdin is not None
-        assert process.stdout is not None
         process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

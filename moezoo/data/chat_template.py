@@ -2,19 +2,18 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.host import check_file
+from moezoo.host import check_file, read_text
 from moezoo.typed import show
 
 CONFIG, TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, OTHERS = "chat_template.jinja", "additional_chat_templates"
 _STANDARD = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 _GIVE = "give a .jinja file, or a tokenizer_config.json that has chat_template"
-_MOST_BYTES = 10**8  # of a file that is read whole
 
 
 class Template(NamedTuple):
@@ -38,14 +37,11 @@ def folder_template(folder: str | Path, *, key: str, advice: str = "set data.tem
     Raises `UserError`, naming `key`, if there is none, which `advice` mends, or a file is damaged.
     """
     folder = Path(os.path.expanduser(folder))
-    texts, shown = {}, show(str(folder / TEMPLATE))
-    if (folder / TEMPLATE).exists():
-        texts = {"default": _read_text(folder / TEMPLATE, shown)}
-        for path in sorted((folder / OTHERS).glob("*.jinja")):
-            texts[path.stem] = _read_text(path, show(str(path)))
-    else:
-        shown = show(str(folder / CONFIG))
-        texts = _config_texts(_read_config(folder / CONFIG, shown), shown)
+    own = (folder / TEMPLATE).exists()
+    shown = show(str(folder / (TEMPLATE if own else CONFIG)))
+    texts = _read_templates(folder / (TEMPLATE if own else CONFIG), shown)
+    for path in sorted((folder / OTHERS).glob("*.jinja")) if own else ():
+        texts[path.stem] = read_text(path, show(str(path)), _GIVE)
     if not texts:
         raise UserError(
             f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); {advice}"
@@ -67,11 +63,8 @@ def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
     """
     file, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
     beside = file if tokenizer is None else Path(os.path.expanduser(tokenizer))
-    if file.suffix == ".json":
-        check_file(file, shown, _GIVE)
-        texts = _config_texts(_read_config(file, shown), shown)
-    else:
-        texts = {"default": _read_text(file, shown)}
+    check_file(file, shown, _GIVE)
+    texts = _read_templates(file, shown)
     if not texts:
         raise UserError(f"{shown} has no chat_template; {_GIVE}")
     return Template(shown, texts, _special_tokens(beside.parent))
@@ -97,9 +90,11 @@ def missing_tokens(template: Template, names: Iterable[str]) -> str | None:
     )
 
 
-def _config_texts(config: Mapping[str, Any], shown: str) -> dict[str, str]:
-    """Return the templates of tokenizer_config.json, which are one text or a list of named ones."""
-    found = config.get("chat_template")
+def _read_templates(file: Path, shown: str) -> dict[str, str]:
+    """Return the templates in a file: its text, or those of a .json file, one text or a list of named ones."""
+    if file.suffix != ".json":
+        return {"default": read_text(file, shown, _GIVE)}
+    found = _read_config(file, shown).get("chat_template")
     if found is None:
         return {}
     if isinstance(found, str):
@@ -140,7 +135,7 @@ def _read_config(path: Path, shown: str) -> dict[str, Any]:
     """Return the object in a JSON file; empty without the file."""
     if not path.exists():
         return {}
-    text = _read_text(path, shown)
+    text = read_text(path, shown, _GIVE)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -148,14 +143,3 @@ def _read_config(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{shown} is not a JSON object; copy or download it again")
     return found
-
-
-def _read_text(path: Path, shown: str) -> str:
-    if check_file(path, shown, _GIVE) > _MOST_BYTES:
-        raise UserError(f"{shown} has more than {_MOST_BYTES} bytes; {_GIVE}")
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{shown} cannot be read ({error.strerror}); make it readable") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {_GIVE}") from error

@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in a rendered chat: found by rendering it again with other texts.
+"""Where the messages of a chat stand in its rendered text: found by rendering it again with other texts.
 
 Templates do not say what the assistant has written, unless they have blocks `{% generation %}`. A turn is what its
 message adds to the messages before it, without its *header*, which is the template's own:
@@ -7,9 +7,10 @@ message adds to the messages before it, without its *header*, which is the templ
 - otherwise it is what turns of stand-ins share, of texts, thoughts and calls of tools that have nothing in common, and
   what the generation prompt has there too. It never depends on the answer itself.
 
-Rendering the beginning of the chat anew for each turn would take the square of its length. So `Turns` renders the chat
-once more, with a mark in each message, and finds the pattern of each turn in a chat of a few stand-ins. Only a turn
-that the text does not have in this pattern is looked for in renderings of the chat's beginning.
+Rendering the beginning of the chat anew for each turn would take the square of its length. So `Turns` does this in a
+chat of a few stand-ins, the turn's *window*, and the text must have around each message what its window has. Where the
+messages are, then follows from their texts; where these are not as the template writes them, the chat is rendered once
+more, with a mark in each message. Only a turn that has another window is looked for in the beginning of the chat.
 """
 
 import contextlib
@@ -18,31 +19,29 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from moezoo.data.chat_records import THOUGHTS, Chat
+from moezoo.data.chat_records import THOUGHTS, Chat, Message, map_message
 from moezoo.data.chat_renderer import RefusedError
 from moezoo.errors import UserError
 from moezoo.typed import show
 
-Message = dict[str, Any]
-# Returns the text of messages and, where it is set, of the beginning of an answer to them; raises `UserError`.
-Render = Callable[[Sequence[Message], bool], str]
-
-
-class RenderChat(Protocol):
-    """Returns the text of a chat and, with `prompt`, of the beginning of an answer to it; raises `UserError`."""
-
-    def __call__(self, chat: Chat, *, prompt: bool) -> str: ...
-
-
-# The characters of marks: plane 16 has no text, and the stand-ins of `guarded` are behind these.
+# Returns the text of a chat, with further parts of the request by name; raises `UserError`.
+Render = Callable[..., str]
+# The characters of marks: plane 16 has no text, and the stand-ins of `guarded` are behind these. A message has one for
+# each kind of text, and two stand around a block {% generation %}.
+_KINDS = ("thoughts", "content", "name")
 _MARK, _MOST_MARKS = 0x100000, 0xFF00
-MARKS = re.compile(f"[{chr(_MARK)}-{chr(_MARK + _MOST_MARKS - 1)}]")
+BLOCK = ("\U0010fffc", "\U0010fffd")
+_MARKS = re.compile(f"([{chr(_MARK)}-{chr(_MARK + _MOST_MARKS - 1)}{BLOCK[0]}{BLOCK[1]}])")
 # How much of two texts that differ is shown, on each side of the first difference.
 _AROUND = 30
 _ID = "000000000"  # of a call of a tool, as Mistral's templates want it
+# Messages of the assistant that have little in common: a text, thoughts, and a call.
+_ANSWER = {"role": "assistant", "content": "a"}
+_CALL = {"type": "function", "function": {"name": "", "arguments": {}}}
+_OTHERS = (_ANSWER, {**_ANSWER, **dict.fromkeys(THOUGHTS[:2], "")}, {**_ANSWER, "content": "", "tool_calls": [_CALL]})
 
 
 class UnclearTurnError(UserError):
@@ -50,51 +49,53 @@ class UnclearTurnError(UserError):
 
 
 class Turn(NamedTuple):
-    """The part [begin, end) of a text that the assistant has written."""
+    """The part [begin, end) of a text that a message has written."""
 
     begin: int
     end: int
 
 
+class Mark(NamedTuple):
+    """A mark, `char`: an edge of a block, or where a text of a message begins, behind its white space `space`.
+
+    `at` is its index in the text of the chat without marks.
+    """
+
+    at: int
+    char: str
+    space: str
+
+    @property
+    def number(self) -> int:
+        """The number of the message."""
+        return (ord(self.char) - _MARK) // len(_KINDS)
+
+
 class _Pattern(NamedTuple):
     """What a template writes around a turn, in a chat of stand-ins.
 
-    - `header`: from the end of the text before it to the turn;
-    - `lead`: from the beginning of the turn to its first text, which is of the kind `field`;
-    - `tail`: from the end of the turn to the first text of the next message; None without one.
+    - `before`: up to the first text of the turn; its last `inside` characters are of the turn;
+    - `ending`: from the end of this text to the end of the turn;
+    - `behind`: from the end of the turn to the first text of the next message, or to the end.
     """
 
-    header: str
-    lead: str
-    field: int
-    tail: str | None
-
-
-class _Place(NamedTuple):
-    """Where the first text of a message begins behind its white space `space`, and whether it is of thoughts (0),
-    content (1) or a call (2)."""
-
-    at: int
-    field: int
-    space: str
-
-    def behind(self, before: str, text: str) -> int | None:
-        """Return where `before` begins in `text`, if the message's text follows it, with its white space or trimmed."""
-        for between in (before + self.space, before):
-            if text.endswith(between, 0, self.at):
-                return self.at - len(between)
-        return None
+    before: str
+    inside: int
+    ending: str
+    behind: str
 
 
 class Turns:
     """The turns of chats in a template."""
 
-    def __init__(self, render: RenderChat):
+    def __init__(self, render: Render):
         self._render = render
         self._pattern = functools.lru_cache(maxsize=256)(self._find_pattern)
 
     def find(self, chat: Chat, numbers: Sequence[int], text: str) -> list[Turn]:
         """Return the turns of the messages `numbers`, from 0, of a chat whose text is `text`.
+
+        That of a message of another role than the assistant has its header too.
 
         Raises:
             UnclearTurnError: The text does not begin with that of the messages up to a turn; a turn has no header, or
@@ -103,93 +104,205 @@ class Turns:
         """
         if not numbers:
             return []
-        messages, found, render = chat.messages, [], self._render_messages(chat)
-        places, frame = _find_places(messages, text, render), json.dumps([chat.tools, chat.variables])
+        found, frame = [], json.dumps([chat.tools, chat.variables])
+        places = self._find_texts(chat, text, frame) or self._places(chat, text)
         for number in numbers:
-            turn = None
-            if number in places and (number + 1 == len(messages) or number + 1 in places):
-                pattern = self._pattern(json.dumps(_window(messages, number)), frame)
-                turn = _fit(pattern, number, places, text)
-            turn = turn or _find_turn(messages, number, text, render)
-            if turn.end == len(text):
-                turn = turn._replace(end=len(text.removesuffix(self._always)))
-            check_alone(number, turn.begin, turn.end, places)
-            found.append(turn)
+            turn, here, after = None, places.get(number), places.get(number + 1)
+            if here and after and (pattern := self._pattern(_window(chat.messages, number), frame)):
+                turn = _fit(pattern, here, after, text)
+            begin, end = turn or self._find_turn(chat, number, text)
+            for other, place in places.items():
+                if (inside := begin <= place.at < end) != (other == number):
+                    what = f"that of message {other + 1}" if inside else "not its own text"
+                    raise UnclearTurnError(f"what message {number + 1} adds has {what}")
+            found.append(Turn(begin, end))
         return found
+
+    def _find_texts(self, chat: Chat, text: str, frame: str) -> dict[int, Mark]:
+        """Return what `_places` does, if a chat is texts alone, and its text is these within their patterns."""
+        if chat.tools or any(message.keys() != {"role", "content"} for message in chat.messages):
+            return {}
+        found, at = {}, 0
+        for number, message in enumerate(chat.messages):
+            pattern, own = self._pattern(_window(chat.messages, number), frame), message["content"]
+            if pattern is None or not isinstance(own, str) or not own.strip():
+                return {}
+            if number == 0 and text.startswith(pattern.before):
+                at = len(pattern.before)
+            behind = pattern.ending + pattern.behind
+            written = (each + behind for each in (own, own.strip(), own.lstrip(), own.rstrip()))
+            if not at or (part := next((each for each in written if text.startswith(each, at)), None)) is None:
+                return {}
+            space = part[: len(part) - len(part.lstrip())]
+            found[number], at = Mark(at + len(space), "", space), at + len(part)
+        return {**found, len(found): Mark(at, "", "")} if at == len(text) else {}
+
+    def _find_pattern(self, window: str, frame: str) -> _Pattern | None:
+        """Return what stands around message `number` of a chat of stand-ins; None where that is not clear."""
+        (number, messages), (tools, variables) = json.loads(window), json.loads(frame)
+        chat = Chat(messages, tools, variables)
+        try:
+            text = self._render(chat)
+            places = self._places(chat, text)
+            begin, end = self._find_turn(chat, number, text)
+        except (RefusedError, UnclearTurnError):
+            return None
+        here, after = places.get(number), places.get(number + 1)
+        if not (here and after and begin <= here.at < end <= after.at):
+            return None
+        first = begin
+        if number - 1 in places and messages[number - 1]["role"] != "assistant":  # it has one text alone
+            first = min(begin, places[number - 1].at + 1)
+        return _Pattern(text[first : here.at], here.at - begin, text[here.at + 1 : end], text[end : after.at])
+
+    def _find_turn(self, chat: Chat, number: int, text: str) -> Turn:
+        """Return the turn of a message from the renderings of the messages up to it."""
+        with_turn = self._beginning(chat, chat.messages[: number + 1])
+        if not text.startswith(with_turn):
+            with_turn = with_turn.rstrip()  # some templates end a chat in white space
+        if not text.startswith(with_turn):
+            raise _unclear(f"the chat up to message {number + 1} ends with", with_turn, "the whole has", text, " there")
+        return Turn(self._find_begin(chat, number, with_turn), len(with_turn))
+
+    def _find_begin(self, chat: Chat, number: int, with_turn: str) -> int:
+        """Return where the turn of a message begins in the text of the messages up to it."""
+        before, message = chat.messages[:number], chat.messages[number]
+        if message["role"] != "assistant":
+            header = self._beginning(chat, before) if before else ""
+            if not with_turn.startswith(header):
+                what = f"message {number + 1} is rendered as"
+                raise _unclear("the chat before", header, what, with_turn)
+            return len(header)
+        try:
+            prompted = self._render(chat._replace(messages=before), prompt=True)
+        except RefusedError:
+            if before:
+                raise
+            raise UnclearTurnError(
+                "the chat begins with a message of the assistant; leave it out, or set its weight to 0"
+            ) from None
+        short = [*before, _stand_in(message, "x")]
+        if with_turn.startswith(prompted) and self._beginning(chat, short).startswith(prompted):
+            return len(prompted)
+        texts = []
+        for other, word in itertools.product([message, *_OTHERS], "xy"):
+            try:
+                texts.append(self._beginning(chat, [*before, _stand_in(other, word, full=True)]))
+            except RefusedError:  # no template has all of these
+                if other is message:
+                    raise
+        header, same = _common(texts), _common([prompted, *texts[:2]])
+        begin = max((len(part) for part in (header, same) if with_turn.startswith(part)), default=0)
+        if not begin or not with_turn.startswith(header):
+            what = f"message {number + 1} as"
+            raise _unclear("the beginning of an answer is rendered as", prompted, what, with_turn)
+        return begin
+
+    def _beginning(self, chat: Chat, messages: list[Message]) -> str:
+        return self._render(chat._replace(messages=messages)).removesuffix(self._always)
 
     @functools.cached_property
     def _always(self) -> str:
         """The beginning of an answer, of a template that writes it behind every chat, also where none is asked for."""
         user, answer = ({"role": role, "content": f"{role[0]}Zqj"} for role in ("user", "assistant"))
+        asked, answered, longer = (Chat(m, None, {}) for m in ([user], [user, answer], [user, answer, user]))
         try:
-            texts = [self._render(Chat([user], None, {}), prompt=prompt) for prompt in (True, False)]
-            texts.append(self._render(Chat([user, answer], None, {}), prompt=False))
-            longer = self._render(Chat([user, answer, user], None, {}), prompt=False)
+            texts = [self._render(asked, prompt=True), self._render(asked), self._render(answered)]
+            gives_way = not self._render(longer).startswith(texts[2])
         except RefusedError:
             return ""
         behind = shared([text[::-1] for text in texts])[::-1]
         # Its first tag ends both turns; what follows gives way to the next message.
         found = re.search(r"<[^<>\s]+>|\[[^\[\]\s]+\]", behind)
-        return behind[found.end() :] if found and not longer.startswith(texts[2]) else ""
+        return behind[found.end() :] if found and gives_way else ""
 
-    def of_other(self, chat: Chat, number: int, text: str) -> Turn:
-        """Return the part of a text that a message of another role than the assistant adds. Raises as `find`."""
-        render = self._render_messages(chat)
-        before, after = (render(chat.messages[:until], False) if until else "" for until in (number, number + 1))
-        if not (after.startswith(before) and text.startswith(after)):
-            raise _unclear(f"the chat up to message {number + 1} ends with", after, "the whole has", text, " there")
-        check_alone(number, len(before), len(after), _find_places(chat.messages, text, render))
-        return Turn(len(before), len(after))
+    def _places(self, chat: Chat, text: str) -> dict[int, Mark]:
+        """Return the first mark of each message, and one at the end; none where marks change what is written."""
+        marks = self.marks(chat, text, [(True, {}), (False, {})])
+        if marks is None:
+            return {}
+        return {**{mark.number: mark for mark in reversed(marks)}, len(chat.messages): Mark(len(text), "", "")}
 
-    def _render_messages(self, chat: Chat) -> Render:
-        def render(messages: Sequence[Message], prompt: bool) -> str:
-            text = self._render(chat._replace(messages=list(messages)), prompt=prompt)
-            return text if prompt else text.removesuffix(self._always)
+    def marks(self, chat: Chat, text: str, ways: Sequence[tuple[bool | None, dict[str, Any]]]) -> list[Mark] | None:
+        """Return the marks of a chat; None if no way of marking it leaves its text.
 
-        return render
+        A message has its mark before the first character of each of its texts that is no white space. None is in chats
+        of more messages than there are marks.
 
-    def _find_pattern(self, window: str, frame: str) -> "_Pattern | None":
-        (number, chat), (tools, variables) = json.loads(window), json.loads(frame)
-        return _find_pattern(number, chat, self._render_messages(Chat([], tools, variables)))
+        Args:
+            chat: The chat.
+            text: Its text.
+            ways: Pairs of how messages are marked (where true, contents of white space alone too; where None, none is)
+                and further parts of the request, which may be other marks.
+        """
+        for empty, how in ways:
+            spaces: dict[str, str] = {}
+            few = empty is not None and len(_KINDS) * len(chat.messages) <= _MOST_MARKS
+            marked = [_mark(each, n, empty, spaces) if few else each for n, each in enumerate(chat.messages)]
+            with contextlib.suppress(RefusedError):
+                parts = _MARKS.split(self._render(chat._replace(messages=marked), **how))
+                if "".join(parts[::2]) == text:
+                    found = zip(itertools.accumulate(map(len, parts[::2])), parts[1::2], strict=False)
+                    return [Mark(at, char, spaces.get(char, "")) for at, char in found]
+        return None
 
 
-def _find_turn(messages: Sequence[Message], number: int, text: str, render: Render) -> Turn:
-    """Return the turn of a message from the renderings of the messages up to it."""
-    with_turn = render(messages[: number + 1], False)
-    if not text.startswith(with_turn):
-        with_turn = with_turn.rstrip()  # some templates end a chat in white space
-    if not text.startswith(with_turn):
-        raise _unclear(f"the chat up to message {number + 1} ends with", with_turn, "the whole has", text, " there")
-    return Turn(_find_begin(messages[:number], messages[number], with_turn, render), len(with_turn))
+def _mark(message: Message, number: int, empty: bool | None, spaces: dict[str, str]) -> Message:
+    """Return a message with marks, and note the white space before each."""
+
+    def change(what: str, value: Any) -> Any:
+        text = str(value)
+        at = len(text) - len(text.lstrip())
+        if what not in _KINDS or (at == len(text) and not (empty and what == "content")):
+            return value
+        char = chr(_MARK + len(_KINDS) * number + _KINDS.index(what))
+        spaces.setdefault(char, text[:at])
+        return f"{text[:at]}{char}{text[at:]}"
+
+    return map_message(message, change)
 
 
-def _find_begin(before: Sequence[Message], message: Message, with_turn: str, render: Render) -> int:
-    """Return where the turn of a message begins in its text."""
-    try:
-        prompted = render(before, True)
-    except RefusedError:
-        if before:
-            raise
-        raise UnclearTurnError(
-            "the chat begins with a message of the assistant; leave it out, or set its weight to 0"
-        ) from None
-    if with_turn.startswith(prompted) and render([*before, _stand_in(message, "x")], False).startswith(prompted):
-        return len(prompted)
-    kinds = ({}, {name: "" for name in THOUGHTS[:2]}, {"tool_calls": [{"type": "function", "function": {"name": ""}}]})
-    others = [{"role": "assistant", "content": "" if "tool_calls" in kind else "a", **kind} for kind in kinds]
-    texts = []
-    for other, word in itertools.product([message, *others], ("x", "y")):
-        try:
-            texts.append(render([*before, _stand_in(other, word, full=True)], False))
-        except RefusedError:  # no template has all of these
-            if other is message:
-                raise
-    header, same = _common(texts), _common([prompted, *texts[:2]])
-    begin = max((len(part) for part in (header, same) if with_turn.startswith(part)), default=0)
-    if not begin or not with_turn.startswith(header):
-        number = len(before) + 1
-        raise _unclear("the beginning of an answer is rendered as", prompted, f"message {number} as", with_turn)
-    return begin
+def _window(messages: Sequence[Message], number: int) -> str:
+    """Return a chat of stand-ins that has a message between its neighbours, behind the message's number, as JSON.
+
+    Behind the next message it has another, since templates write the last one differently.
+    """
+    first = max(number - 1, 0)
+    while first and messages[first]["role"] == "tool":
+        first -= 1
+    before = [messages[0]] if first and messages[0]["role"] in ("system", "developer") else []
+    if first < number and messages[first]["role"] == "assistant":  # most templates want a user first
+        before.append({"role": "user", "content": "x"})
+    window = [_stand_in(message, "x") for message in (*before, *messages[first : number + 3])]
+    return json.dumps([len(before) + number - first, window])
+
+
+def _stand_in(message: Message, word: str, *, full: bool = False) -> Message:
+    """Return a message with `word` for each text; where `full`, for empty ones too."""
+
+    def change(what: str, value: Any) -> Any:
+        if what == "arguments":
+            return json.dumps({word: word}) if isinstance(value, str) else {word: word}
+        return _ID if what == "id" else word if full or str(value).strip() else value
+
+    changed = map_message(message, change)
+    return {**changed, "content": changed["content"][:1]} if isinstance(changed.get("content"), list) else changed
+
+
+def _fit(pattern: _Pattern, here: Mark, after: Mark, text: str) -> Turn | None:
+    """Return the turn of a message with the mark `here`, by the pattern of such turns; None where it does not fit."""
+    before, end = _find_before(pattern.before, here, text), _find_before(pattern.behind, after, text)
+    if before is None or end is None or end <= here.at:
+        return None
+    return Turn(before + len(pattern.before) - pattern.inside, end)
+
+
+def _find_before(part: str, mark: Mark, text: str) -> int | None:
+    """Return where `part` begins before a mark. The white space of the marked text is between them, unless trimmed."""
+    for between in (part + mark.space, part):
+        if text.endswith(between, 0, mark.at):
+            return mark.at - len(between)
+    return None
 
 
 def _common(texts: Sequence[str]) -> str:
@@ -200,141 +313,6 @@ def _common(texts: Sequence[str]) -> str:
 def shared(texts: Sequence[str]) -> str:
     """Return what all texts begin with."""
     return os.path.commonprefix(list(texts))  # noqa: RUF071 of characters
-
-
-def _find_places(messages: Sequence[Message], text: str, render: Render) -> dict[int, _Place]:
-    """Return where messages have their first text; none where marks in the messages change what is written."""
-    for empty in (True, False):
-        with contextlib.suppress(RefusedError):
-            if text.startswith(MARKS.sub("", marked := render(mark_messages(messages, empty=empty), False))):
-                break
-    else:
-        return {}
-    places: dict[int, _Place] = {}
-    for before, mark in enumerate(MARKS.finditer(marked)):
-        number, field = marked_message(mark[0]), (ord(mark[0]) - _MARK) % 3
-        places.setdefault(number, _Place(mark.start() - before, field, _find_space(messages[number], field)))
-    return places
-
-
-def _find_space(message: Message, field: int) -> str:
-    """Return the white space before the first text of a kind that a message has."""
-    texts: list[str] = []
-    _change_texts(message, lambda text, of: [text, texts.append(text)][0] if of == field else text)
-    return texts[0][: len(texts[0]) - len(texts[0].lstrip())]
-
-
-def mark_messages(messages: Sequence[Message], *, empty: bool) -> list[Message]:
-    """Return messages with a mark before the first character of each text that is no white space.
-
-    With `empty`, contents of white space alone have one too. A chat of more messages than there are marks has none.
-    """
-
-    def mark(number: int, message: Message) -> Message:
-        def change(text: str, field: int) -> str:
-            at = len(text) - len(text.lstrip())
-            if at == len(text) and not (empty and field == 1):
-                return text
-            return f"{text[:at]}{chr(_MARK + 3 * number + field)}{text[at:]}"
-
-        return _change_texts(message, change)
-
-    few = 3 * len(messages) <= _MOST_MARKS
-    return [mark(number, message) if few else message for number, message in enumerate(messages)]
-
-
-def marked_message(mark: str) -> int:
-    """Return the number of the message that a mark is in."""
-    return (ord(mark) - _MARK) // 3
-
-
-def check_alone(number: int, begin: int, end: int, places: Mapping[int, _Place]) -> None:
-    """Raise `UnclearTurnError` if the part [begin, end) of a text, of message `number`, has the text of another one."""
-    for other, place in places.items():
-        if (inside := begin <= place.at < end) != (other == number):
-            found = f"that of message {other + 1}" if inside else "not its own text"
-            raise UnclearTurnError(f"what message {number + 1} adds has {found}")
-
-
-def _stand_in(message: Message, word: str, *, full: bool = False) -> Message:
-    """Return a message with `word` for each text; where `full`, for empty ones too."""
-    changed = _change_texts(message, lambda text, field: word if full or text.strip() else text)
-    if isinstance(changed.get("content"), list):
-        changed["content"] = changed["content"][:1]
-    if "tool_call_id" in changed:
-        changed["tool_call_id"] = _ID
-    for call in changed.get("tool_calls", []):
-        function = call.get("function", call)
-        call |= {"id": _ID} if "id" in call else {}
-        function["arguments"] = json.dumps({word: word}) if isinstance(function.get("arguments"), str) else {word: word}
-    return changed
-
-
-def _change_texts(message: Message, change: Callable[[str, int], str]) -> Message:
-    """Return a message with other thoughts (field 0), content (1), and names of called functions (2)."""
-    changed = {**message, **{name: change(message[name], 0) for name in THOUGHTS if name in message}}
-    if isinstance(content := message.get("content"), str):
-        changed["content"] = change(content, 1)
-    elif content is not None:
-        changed["content"] = [{**part, "text": change(part["text"], 1)} for part in content]
-    if "tool_calls" in message:
-        changed["tool_calls"] = [_change_call(call, change) for call in message["tool_calls"]]
-    return changed
-
-
-def _change_call(call: Message, change: Callable[[str, int], str]) -> Message:
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _change_call(call["function"], change)}
-    return {**call, "name": change(str(call.get("name", "")), 2)}
-
-
-def _window(messages: Sequence[Message], number: int) -> tuple[int, list[Message]]:
-    """Return a chat of stand-ins that has a message between its neighbours, and the number of the message there.
-
-    Behind the next message it has another, since templates write the last one differently.
-    """
-    first = max(number - 1, 0)
-    while first and messages[first]["role"] == "tool":
-        first -= 1
-    before = [messages[0]] if first and messages[0]["role"] in ("system", "developer") else []
-    if first < number and messages[first]["role"] == "assistant":  # most templates want a user first
-        before.append({"role": "user", "content": "x"})
-    chat = [_stand_in(message, "x") for message in (*before, *messages[first : number + 3])]
-    return len(before) + number - first, chat
-
-
-def _find_pattern(number: int, chat: Sequence[Message], render: Render) -> _Pattern | None:
-    """Return what a template writes around message `number` of a chat of stand-ins; None where that is not clear."""
-    try:
-        text = render(chat[: number + 1], False)
-        places = _find_places(chat[: number + 1], text, render)
-        begin = _find_begin(chat[:number], chat[number], text, render)
-        tail = None
-        if len(chat) > number + 1:
-            whole = render(chat, False)
-            after = _find_places(chat, whole, render).get(number + 1)
-            turn = text if whole.startswith(text) else text.rstrip()  # some templates end a chat in white space
-            if after is None or not whole.startswith(turn):
-                return None
-            tail = whole[len(turn) : after.at]
-    except (RefusedError, UnclearTurnError):
-        return None
-    place = places.get(number)
-    if place is None or place.at < begin:
-        return None
-    ended = places[number - 1].at + 1 if number - 1 in places and chat[number - 1]["role"] != "assistant" else begin
-    return _Pattern(text[ended:begin], text[begin : place.at], place.field, tail)
-
-
-def _fit(pattern: _Pattern | None, number: int, places: dict[int, _Place], text: str) -> Turn | None:
-    """Return the turn of a message, by the pattern of such turns; None where the text does not have it there."""
-    if pattern is None or pattern.field != places[number].field:
-        return None
-    header = places[number].behind(pattern.header + pattern.lead, text)
-    end = len(text) if pattern.tail is None else places[number + 1].behind(pattern.tail, text)
-    if header is None or end is None or end <= places[number].at:
-        return None
-    return Turn(header + len(pattern.header), end)
 
 
 def _unclear(what: str, first: str, what_else: str, second: str, end: str = "") -> UnclearTurnError:

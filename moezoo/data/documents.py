@@ -10,7 +10,7 @@ import numpy as np
 
 from moezoo.data.corpus import Ids
 from moezoo.data.tokenizer import Tokenizer, document_ids
-from moezoo.errors import UserError
+from moezoo.errors import locating
 from moezoo.host import processors
 
 # About the bytes of text that a thread takes at once.
@@ -74,10 +74,8 @@ def tokenize(documents: Iterable[Document], make: Make) -> Iterator[Tokenized]:
     """
 
     def tokens(document: Document) -> Tokenized:
-        try:
+        with locating(document.where):
             return Tokenized(document, make(document))
-        except UserError as error:
-            raise UserError(f"{document.where}: {error}") from error
 
     def run(task: list[Document]) -> list[Tokenized]:
         return [tokens(document) for document in task if not over.is_set()]

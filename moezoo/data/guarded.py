@@ -13,6 +13,7 @@ The tokenizer that reads the result is the one of the file, except that each spe
 what the codes are not, is text to it, and all else is as it was.
 """
 
+import itertools
 import re
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
@@ -50,13 +51,10 @@ class Guarded:
 
     def __init__(self, tokenizer: Bytes | HuggingFace, templates: Iterable[str] = ()):
         self._tokenizer = tokenizer
-        tokens = tokenizer.contents().get("added_tokens", []) if isinstance(tokenizer, HuggingFace) else []
+        contents: dict[str, Any] = tokenizer.contents() if isinstance(tokenizer, HuggingFace) else {"added_tokens": []}
+        added = {token["content"]: token["special"] for token in contents["added_tokens"] if token["content"]}
         written = "\n".join(templates)
-        special = [
-            text
-            for token in tokens
-            if (text := token["content"]) and (token["special"] or (text in written and not text.isspace()))
-        ]
+        special = [text for text in added if added[text] or (text in written and not text.isspace())]
         self._codes = {text: chr(_CODE + number) for number, text in enumerate(special)}
         firsts = {first: chr(_STAND_IN + number) for number, first in enumerate(dict.fromkeys(t[0] for t in special))}
         if len(special) > _STAND_IN - _CODE or len(firsts) > _END - _STAND_IN:
@@ -68,21 +66,20 @@ class Guarded:
         self._beginnings = {text[:length] for text in special for length in range(1, len(text))}
         self._longest = max(map(len, special), default=0)
         # As the library: the leftmost, and of those the longest. Tokens that are not special hide those inside them.
-        added = sorted((token["content"] for token in tokens if token["content"]), key=len, reverse=True)
-        self._written = _pattern(map(re.escape, added))
+        self._written = _pattern(map(re.escape, sorted(added, key=len, reverse=True)))
         if isinstance(tokenizer, HuggingFace):
-            self._unknown = tokenizer.token_id(_unknown(tokenizer.contents()["model"]) or "")
+            self._unknown = tokenizer.token_id(_unknown(contents["model"]) or "")
             self._ids = np.array([tokenizer.token_id(text) for text in special], np.int64)
             self._library = tokenizer.changed(self._replace)
-            for text in (token["content"] for token in tokens if token["content"] not in self._codes):
-                if (found := self._library.token_id(text)) != (own := tokenizer.token_id(text)):
+            for text in sorted(added, key=lambda text: text in self._codes):
+                own, code = tokenizer.token_id(text), self._codes.get(text, "") * len(text)
+                if code and self._encode(code).ids.tolist() != [own]:
+                    raise UserError(f"{tokenizer.shown}: its special token {show(text)} is not read as one; correct it")
+                if not code and (found := self._library.token_id(text)) != own:
                     raise UserError(
                         f"{tokenizer.shown}: its added token {show(text)} is {own}, but {found} where texts of special "
                         "tokens stay text; give another tokenizer"
                     )
-            for text, code in self._codes.items():
-                if self._encode(code * len(text)).ids.tolist() != [tokenizer.token_id(text)]:
-                    raise UserError(f"{tokenizer.shown}: its special token {show(text)} is not read as one; correct it")
 
     def guard(self, text: str) -> str:
         """Return a text, of anybody but the template, in which nothing looks like a special token."""
@@ -104,14 +101,10 @@ class Guarded:
 
         Raises `UserError` for text that the tokenizer refuses, or reads as a special token.
         """
-
         if found := _NOT_TEXT.search(text):
             raise UserError(f"the template writes the private character U+{ord(found[0]):04X}; give another template")
-
-        def code(found: re.Match[str]) -> str:
-            return self._codes.get(found[0], "") * len(found[0]) or found[0]
-
-        return self._encode(self._written.sub(code, text).translate(self._back))
+        coded = self._written.sub(lambda found: self._codes.get(found[0], "") * len(found[0]) or found[0], text)
+        return self._encode(self.restore(coded))
 
     def _encode(self, text: str) -> Encoded:
         if isinstance(self._tokenizer, Bytes):
@@ -121,11 +114,11 @@ class Guarded:
             return Encoded(ids, begins, begins + 1, np.zeros(len(ids), bool))
         places = self._library.encode_places(text)
         ids = np.array(places.ids, np.int64)
-        begins, ends = np.array(places.spans, np.int64).reshape(-1, 2).T
+        begins, ends = np.fromiter(itertools.chain.from_iterable(places.spans), np.int64).reshape(-1, 2).T
         # The token of a code may begin or end with white space that it takes in.
         characters = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.int64) - _CODE
         coded = np.flatnonzero(characters >= 0)
-        first = np.append(coded, len(text))[np.searchsorted(coded, begins)]
+        first = np.append(coded, len(text))[np.searchsorted(coded, begins)]  # of each token, or of one behind it
         special = first < ends
         ids[special] = self._ids[characters[first[special]]]
         wrong = np.isin(ids, self._ids) & ~special & (ids != (-1 if self._unknown is None else self._unknown))

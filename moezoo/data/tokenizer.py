@@ -197,7 +197,7 @@ def is_same_tokenizer(one: Path, other: Path) -> bool:
     return read(one) == read(other)
 
 
-def text_tokenizer(path: str | None, *, key: str) -> Tokenizer:
+def text_tokenizer(path: str | None, *, key: str) -> Bytes | HuggingFace:
     """Return the tokenizer in the file `path`, or raw bytes for None; `key` is the user's name of the setting."""
     return Bytes() if path is None else HuggingFace(Path(os.path.expanduser(path)), key=key)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.errors import UserError, nearest
+from moezoo.errors import UserError, locating, nearest
 from moezoo.host import check_name
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CONFIG, Quantization, find_few_bits, read_quantization
 from moezoo.hub.holdings import Holding, Numbers, Widened, keep_few_bits, most_common_dtype
@@ -191,10 +191,8 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
     holdings = keep_few_bits(holdings) if is_stored else holdings
     common = dtype or most_common_dtype(holdings).name
     shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
-    try:
+    with locating(str(opened.folder)):
         return Found(keep(shapes, holdings), holdings, unused)
-    except UserError as error:
-        raise UserError(f"{opened.folder}: {error}") from error
 
 
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:
@@ -213,10 +211,8 @@ def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holdi
 
 def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     """Return how the folder holds a tensor; one that it does not have counts as one in numbers."""
-    try:
+    with locating(str(opened.folder)):
         few = find_few_bits(tensor, opened.files.tensors, opened.quantization)
-    except UserError as error:
-        raise UserError(f"{opened.folder}: {error}") from error
     return Numbers(opened.files, tensor) if few is None else Widened(opened.files, few)
 
 

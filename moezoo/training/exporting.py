@@ -47,7 +47,7 @@ from moezoo.training.initial import load_elsewhere
 from moezoo.training.resume import flatten
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
-from moezoo.typed import show
+from moezoo.typed import counted, show
 
 _TITLE_WIDTH = 12
 
@@ -111,19 +111,19 @@ class Export:
             ),
             (
                 "to",
-                f"{self.target}: {sum(sizes.values()):,} bytes, {_counted(len(weights), 'file')} of weights in "
-                f"{wanted}{few_bits} and {_counted(others, 'other')}",
+                f"{self.target}: {sum(sizes.values()):,} bytes, {counted(len(weights), 'file')} of weights in "
+                f"{wanted}{few_bits} and {counted(others, 'other')}",
             ),
         ]
         if self.origin.adapter:
             lines.append(("adapter", f"{self.origin.adapter}, merged"))
         if leaves.format is not None:
             counts = ((len(rounded), "rounded to"), (kept, "kept in"))
-            some = (f"{_counted(number, 'weight')} {what} {leaves.format.name}" for number, what in counts if number)
+            some = (f"{counted(number, 'weight')} {what} {leaves.format.name}" for number, what in counts if number)
             lines.append(("few bits", ", ".join(some)))
         if narrowed := collections.Counter(dtypes for dtypes, _ in self._sizes if not np.can_cast(*dtypes)):
             some = (
-                f"{_counted(n, 'tensor')} from {before.name} to {after.name}" for (before, after), n in narrowed.items()
+                f"{counted(n, 'tensor')} from {before.name} to {after.name}" for (before, after), n in narrowed.items()
             )
             lines.append(("rounds", ", ".join(some)))
         if (tokenizer := self.origin.tokenizer) is not None and self.like is None:
@@ -316,7 +316,3 @@ def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
         return _Origin(path, shapes, values, None, adapter=pairs.describe())
     found = find_model(source, dtype or "stored")
     return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"

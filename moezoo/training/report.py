@@ -39,15 +39,11 @@ from moezoo.training.evaluate import Evaluation
 from moezoo.training.sample import Sample
 from moezoo.training.stage_lines import stage_lines
 from moezoo.training.step import Step
-from moezoo.typed import show
+from moezoo.typed import counted, show
 
 HELD_OUT_FILE = "held_out.txt"
 _TITLE_WIDTH, _MOST_PARTS = 12, 3
 _MUCH_ROOM = 5  # rows of room per row in use from which the summary mentions it
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _axes(axes: Sequence[str]) -> str:
@@ -186,7 +182,7 @@ def traffic_lines(traffic: TrafficTable) -> list[str]:
         return []
     parts = list(traffic.outline(2).by("scope").items())[:_MOST_PARTS]
     return [
-        f"{in_units(traffic.bytes)} received per device and step, by {_counted(traffic.count, 'collective')}",
+        f"{in_units(traffic.bytes)} received per device and step, by {counted(traffic.count, 'collective')}",
         "largest: " + ", ".join(f"{scope} {in_units(part.bytes)}" for (scope,), part in parts),
     ]
 
@@ -195,7 +191,7 @@ def rate_line(rule: UpdateRule, schedule: Schedule, steps: int) -> str:
     """Describe the learning rate from the first step of a run to the last."""
     peak, warmup = rule.learning_rate, schedule.count_warmup(steps)
     first, last = (float(schedule.rate(peak, jnp.int32(step), steps)) for step in (0, max(0, steps - 1)))
-    course = f"{peak:.3g}" if warmup < 2 else f"{first:.3g} to {peak:.3g} over {_counted(warmup, 'step')}"
+    course = f"{peak:.3g}" if warmup < 2 else f"{first:.3g} to {peak:.3g} over {counted(warmup, 'step')}"
     if steps > warmup:
         stays = abs(last - peak) < 1e-6 * peak
         course += f", then {path_of(type(schedule))}" + f" to {last:.3g}" * (not stays)
@@ -289,12 +285,12 @@ def summarize(
         (
             "model",
             f"{name_of(cfg.model)}: {parameters:,} parameters, {active:,} active per token "
-            f"({_counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
+            f"({counted(cfg.model.layers, 'layer')}, {cfg.model.experts_per_token} of {cfg.model.experts} experts)",
         ),
         *trained_rows(step.blueprint),
         (
             "mesh",
-            _counted(devices.size, f"{devices.flat[0].platform} device")
+            counted(devices.size, f"{devices.flat[0].platform} device")
             + f" of {distributed.count()} processes" * distributed.several()
             + (f": {_axes(used)}" if used else ""),
         ),

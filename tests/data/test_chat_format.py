@@ -484,19 +484,24 @@ def test_blocks_of_a_message_that_is_excluded():
             assert found.replace("⟧⟦", "") == expected.replace("⟧⟦", "")
 
 
-def test_turns_are_found_in_few_renderings(formats):
-    """By patterns in two renderings of the whole, as in renderings of its beginning for each turn."""
-    chat = read_chat({"messages": [*WITH_TOOL, *PLAIN[1:]] * 9, "tools": QWEN.tools})
+@pytest.mark.parametrize(
+    ("messages", "tools", "renderings"), [([*WITH_TOOL, *PLAIN[1:]], QWEN.tools, 2), (PLAIN[1:], None, 1)]
+)
+def test_turns_are_found_in_few_renderings(formats, messages, tools, renderings):
+    """By patterns in a rendering or two of the whole, as in renderings of its beginning for each turn."""
+    chat = read_chat({"messages": messages * 9, "tools": tools})
     chats = formats["qwen"]
     asked = []
     with pytest.MonkeyPatch.context() as patch:
         render = chats._renderer.render
         patch.setattr(chats._renderer, "render", lambda request: asked.append(request) or render(request))
         found = chats.encode(chat, "assistant")
-        assert [len(request["messages"]) for request in asked if len(request["messages"]) > 9] == [72, 72]
-        patch.setattr(chat_turns, "_fit", lambda *_: None)
-        assert table(chats.encode(chat, "assistant")) == table(found)
-    assert table(found).count("⟦") == 36
+        lengths = [len(request["messages"]) for request in asked if len(request["messages"]) > 9]
+        assert lengths == [len(chat.messages)] * renderings
+        for name, other in (("Turns._find_texts", {}), ("_fit", None)):
+            patch.setattr(f"moezoo.data.chat_turns.{name}", lambda *_, other=other: other)
+            assert table(chats.encode(chat, "assistant")) == table(found)
+    assert table(found).count("⟦") == 9 * sum(message["role"] == "assistant" for message in messages)
 
 
 def test_arguments_of_calls_in_the_form_that_a_template_takes():
