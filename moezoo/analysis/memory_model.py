@@ -34,7 +34,7 @@ from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
-from moezoo.training.loss import chunk_rows
+from moezoo.training.loss import BYTES_PER_LOGIT, chunk_rows
 from moezoo.training.step import Step
 
 TPU = Target("tpu")
@@ -128,6 +128,7 @@ def step_footprint(step: Step) -> Footprint:
     always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
     saved = saved_bytes(step)
     vocab = model.vocab // execution.inner_group("vocab").size
+    rows = chunk_rows(own * tokens, vocab, _target(execution))
     readout, backend = weights_of(model.readout, mask.readout, execution), _backend(execution)
     moments = [
         _moment(
@@ -137,7 +138,10 @@ def step_footprint(step: Step) -> Footprint:
             # The last activations, as given and cut into chunks, and their gradient.
             Term("residual stream and its gradient", 3 * stream(own * tokens, model.config.embed, execution)),
             Term("unembedding and its gradient", readout.whole + readout.gradients + readout.summed),
-            Term("logits and their gradient", 3 * 4 * vocab * chunk_rows(own * tokens, vocab)),
+            Term(
+                "logits and their gradient",
+                BYTES_PER_LOGIT * vocab * chunk_rows(own * tokens, vocab, _target(execution)),
+            ),
         )
     ]
     for part, name, block, learns, how, more in _parts_backward(step, len(saved)):

@@ -21,12 +21,17 @@ from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Target
 
 # About so many logits are in memory at the same time: tokens of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
 # But no fewer tokens: each chunk reads the unembedding and its gradient, and with 512 tokens a weight of two bytes is
 # used for 1,024 FLOPs, more than the 200 to 700 that accelerators compute while they read it.
 _CHUNK_TOKENS = 512
+# On GPUs up to four times as many: each chunk also reads and writes the gradient of the unembedding in float32, and the
+# 80 GB or more of those that kernels are for have room for so many bytes of logits and their gradients.
+_MOST_GPU_TOKENS, _GPU_BYTES = 2048, 2**32
+BYTES_PER_LOGIT = 12  # logits, their exponentials, and the gradient, in float32
 
 
 class Losses(NamedTuple):
@@ -36,9 +41,19 @@ class Losses(NamedTuple):
     routing: Routing
 
 
-def chunk_rows(tokens: int, vocab: int) -> int:
-    """Return the number of tokens whose logits exist at the same time, of `tokens` and `vocab` on a device."""
-    return min(tokens, max(_CHUNK_TOKENS, _CHUNK_LOGITS // vocab))
+def chunk_rows(tokens: int, vocab: int, target: Target | None = None) -> int:
+    """Return the number of tokens whose logits exist at the same time.
+
+    Args:
+        tokens: The tokens of a device.
+        vocab: The part of the vocabulary that it has.
+        target: What the program is compiled for; None if unknown.
+    """
+    least = _CHUNK_TOKENS
+    if target and target.is_gpu:
+        fitting = _GPU_BYTES // (BYTES_PER_LOGIT * vocab) // _CHUNK_TOKENS * _CHUNK_TOKENS
+        least = max(least, min(_MOST_GPU_TOKENS, fitting))
+    return min(tokens, max(least, _CHUNK_LOGITS // vocab))
 
 
 @jax.named_scope("head")
@@ -55,7 +70,8 @@ def cross_entropy(
     section 3), and numbers per token are exchanged: a pmax and a psum per chunk. The result is the same on all of them.
     """
     group = execution.inner_group("vocab")
-    rows = chunk_rows(labels.size, model.readout.matrix.shape[-1])  # this device's part of the vocabulary
+    own_vocab = model.readout.matrix.shape[-1]
+    rows = chunk_rows(labels.size, own_vocab, execution.target)
     pad = -labels.size % rows
     tokens = jnp.pad(rearrange(hidden, "b s d -> (b s) d"), ((0, pad), (0, 0)))
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)

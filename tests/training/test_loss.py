@@ -11,6 +11,7 @@ from programs import largest_array
 import moezoo
 from moezoo.models import MixtralConfig
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.parallel.kernels import Target
 from moezoo.parallel.traces import equations
 from moezoo.training import loss
 
@@ -103,3 +104,7 @@ def test_a_chunk_has_enough_tokens_to_use_what_it_reads(monkeypatch):
     monkeypatch.undo()
     assert [loss.chunk_rows(8192, vocab) for vocab in (256, 32768, 129280)] == [8192, 512, 512]
     assert loss.chunk_rows(100, 129280) == 100
+    # On a GPU 2,048 whose logits, with all that is made of them, have at most 4 GiB; of a larger vocabulary fewer.
+    gpu, vocabularies = Target("cuda", "9.0"), (256, 32768, 129280, 174762, 262144, 10**6)
+    assert [loss.chunk_rows(2**15, vocab, gpu) for vocab in vocabularies] == [16384, 2048, 2048, 2048, 1024, 512]
+    assert loss.chunk_rows(8192, 129280, Target("tpu")) == 512
