@@ -212,12 +212,12 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
 
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     folder = choose(cfg, None if before is None else before.run_dir)
-    changed = []
-    if before is not None:
-        changed = list_changes(cfg, before.about["config"]) + list_rate_change(cfg, before.about["config"], before.step)
+    changed = [] if before is None else list_changes(cfg, before.about["config"])
     if before is None and cfg.init_from is not None:
         check_tokens(cfg)
     execution = build_execution(cfg)
+    if before is not None:  # it computes, so JAX has to have its devices
+        changed += list_rate_change(cfg, before.about["config"], before.step)
     step = build_step(cfg, execution)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
