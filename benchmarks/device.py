@@ -198,6 +198,9 @@ def _measure(session: _Session, part: Part) -> None:
             session.add({"unit": "", "event": "whole"}, part)
             return
         if part.name == "env" and not fault.unit:
+            if not session.rows:  # nothing is left of such a call
+                for name in (ROWS, LOG):
+                    (session.folder / name).unlink(missing_ok=True)
             raise UserError(fault.reason)
         log(f"{part.title} {fault.unit}: {fault.reason}")
         row: Row = {"unit": fault.unit, "implementation": ""}

@@ -526,6 +526,8 @@ def child(text: str) -> None:
         devices = start(8 if job.rehearse else 1)  # interpreted kernels hold several threads while they wait
         if devices[0].platform == "cpu" and not job.rehearse:
             raise UserError("this machine has no accelerator; rehearse=gpu goes through all parts on a CPU, as a toy")
+        if job.rehearse == "gpu":
+            rehearsal.check_gpu()
     except (UserError, ImportError) as error:
         sys.exit(f"error: {error}")
     with rehearsal.interpreting(job.rehearse) as target:

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import jax
+
 from moezoo.errors import UserError
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
@@ -32,10 +34,17 @@ def interpreting(what: Literal["gpu", "tpu"] | None) -> Iterator[Target | None]:
         yield target
 
 
+def check_gpu() -> None:
+    """Raise `UserError` if this JAX cannot interpret kernels for GPUs."""
+    if not hasattr(importlib.import_module("jax.experimental.pallas.mosaic_gpu"), "force_gpu_interpret_mode"):
+        raise UserError(
+            f"rehearse=gpu interprets kernels for GPUs, which needs jax 0.12, and this is {jax.__version__}; rehearse "
+            "in an environment of Python 3.12 or newer, or without these kernels by rehearse=tpu"
+        )
+
+
 def _on_gpu() -> contextlib.AbstractContextManager[Any]:
     mosaic: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    if not hasattr(mosaic, "force_gpu_interpret_mode"):
-        raise UserError("rehearse=gpu interprets kernels, which needs jax 0.12; take rehearse=tpu")
     return mosaic.force_gpu_interpret_mode(mosaic.InterpretGPUParams())
 
 

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if sys.platform == "win32":
     _refusal = "moezoo does not run on Windows itself; install WSL2 (learn.microsoft.com/windows/wsl), and moezoo there"
-    # A command ends with the line alone. `-m` is what Python has there while it looks for the module.
-    if sys.argv[0] == "-m" or "moezoo" in sys.argv[0]:
+    # A command ends with the line alone: an installed one, `-m` as Python looks for the module, or one of a clone.
+    from pathlib import Path
+
+    _command, _clone = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[1]
+    if _command.stem in ("moezoo", "-m") or _command.parent == _clone / "scripts":
         sys.exit(f"error: {_refusal}")
     raise ImportError(_refusal)
 

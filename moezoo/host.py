@@ -11,12 +11,14 @@ import re
 import resource
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.errors import UserError
 
 _MOST_TEXT = 10**8  # bytes of a text that is read whole
+_TRIES = 4  # to lock a folder
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # Options of glibc's mallopt, from <malloc.h>: M_TRIM_THRESHOLD (never give back the end of a heap), M_MMAP_MAX (no
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
@@ -219,13 +221,25 @@ def check_file(path: Path, shown: str, advice: str) -> int:
     return found.st_size
 
 
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
+
 def is_locked(folder: Path) -> bool:
-    """Return whether another process, or another part of this one, has locked a folder with `locking`."""
+    """Return whether another process, or another part of this one, has locked a folder with `locking`.
+
+    It is locked itself meanwhile, so that others may ask too.
+    """
+    handle = _open_folder(folder)
     try:
-        with locking(folder, ""):
-            return False
-    except UserError:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False
 
 
 def read_text(path: Path, shown: str, advice: str) -> str:
@@ -250,14 +264,18 @@ def locking(folder: Path, refusal: str) -> Iterator[None]:
     A link in its place is not followed. Raises `UserError` with `refusal` if another process has locked the folder, or
     has renamed or removed it meanwhile.
     """
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    handle = _open_folder(folder)
     try:
         # A file system without locks raises another error.
         with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(refusal) from None
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # perhaps somebody only asks (`is_locked`)
+                    if not tries_left:
+                        raise UserError(refusal) from None
+                    time.sleep(0.05)
         if not (folder.exists() and os.path.samestat(os.fstat(handle), os.lstat(folder))):
             raise UserError(refusal)
         yield

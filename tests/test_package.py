@@ -122,7 +122,15 @@ def test_texts_name_only_what_a_wheel_has():
     assert found == []
 
 
-@pytest.mark.parametrize(("command", "shown"), [("Scripts/moezoo.exe", "error: "), ("mine.py", "ImportError: ")])
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("Scripts/moezoo.exe", "error: "),
+        ("-m", "error: "),
+        (str(Path(moezoo.__file__).parents[1] / "scripts" / "train.py"), "error: "),
+        ("moezoo-trials/mine.py", "ImportError: "),
+    ],
+)
 def test_windows_is_refused_in_a_line(command, shown):
     """A command ends with the line alone; a program of the user's own can catch the error."""
     code = f"import sys; sys.platform = 'win32'; sys.argv[0] = {command!r}; import moezoo"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.config.compose import compose
@@ -26,7 +27,7 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.nn.few_bits import cut_pieces, has_few_bits
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import AXES, STAGE, abstract_mesh, make_mesh
+from moezoo.parallel.mesh import AXES, STAGE, abstract_mesh, has_started, make_mesh
 from moezoo.parallel.rules import Rules, live
 from moezoo.typed import convert, show
 
@@ -99,12 +100,13 @@ def build_execution(
             generation and comparisons.
 
     Raises:
-        UserError: Mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices; or, without
-            `mesh`, the strategy must not run on these devices.
+        UserError: Mesh, rules and sizes do not fit together, or not into the memory of the mesh's devices; or the
+            strategy must not run on devices that are here.
     """
     check_config(cfg)
     convert(Batches, batches, "batches")
-    runs = mesh is None
+    # Those of a mesh for which programs are only compiled are not here.
+    runs = mesh is None or (isinstance(mesh, Mesh) and has_started() and mesh.devices.flat[0] in jax.devices())
     mesh = make_mesh(cfg.mesh) if mesh is None else mesh
     if (stages := mesh.shape.get(STAGE, 1)) != cfg.mesh.stage:
         raise UserError(

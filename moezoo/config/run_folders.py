@@ -16,6 +16,7 @@ AUTO = "auto"
 SUMS = "sha256.json"
 # The file in a run's folder that says, while a process trains there, which one. The lock says whether one does.
 RUNNING = "running.json"
+OTHER = "another process trains here"  # where it has not said who it is
 
 
 def run_folder(path: str | Path) -> Path:
@@ -46,7 +47,10 @@ def announcement() -> str:
 
 def trainer(folder: Path) -> str | None:
     """Return who trains in a run's folder now, for a message; None if nobody does, or it is in an object store."""
-    if is_url(folder) or not folder.is_dir() or not is_locked(folder.resolve()):
+    try:
+        if is_url(folder) or not folder.is_dir() or not is_locked(folder.resolve()):
+            return None
+    except PermissionError:
         return None
     try:
         about = json.loads((folder / RUNNING).read_text())
@@ -54,8 +58,9 @@ def trainer(folder: Path) -> str | None:
         today = since.date() == datetime.date.today()
         when = f"{since:%H:%M}" if today else f"{since:%Y-%m-%d %H:%M}"
         return f"process {about['process']} on {about['host']} trains here since {when}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has just begun, or an older moezoo trains
-        return "another process trains here"
+    # It has just begun, or an older moezoo trains, or the file is damaged.
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return OTHER
 
 
 def find(path: str | Path, key: str) -> tuple[Path, int]:
@@ -70,7 +75,8 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
         there = ", ".join(map(str, saved)) or "none"
         raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
     if not saved and (who := trainer(run_dir)):
-        raise UserError(f"{key}={path}: {who} and has saved no checkpoint yet; wait for one")
+        advice = "wait for it to end, or stop it" if key == "resume" else "wait for one"
+        raise UserError(f"{key}={path}: {who} and has saved no checkpoint yet; {advice}")
     if not saved:
         raise UserError(
             f"{key}={path}: no checkpoint there (a run saves one every checkpoint_minutes and at its end); name a run "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, read_run, to_yaml
-from moezoo.config.run_folders import AUTO, RUNNING, announcement, run_folder, steps, trainer
+from moezoo.config.run_folders import AUTO, OTHER, RUNNING, announcement, run_folder, steps, trainer
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
@@ -140,7 +140,7 @@ def opened(
             with writing_to("run_dir", folder):
                 made = held.enter_context(making(folder, numbered=cfg.run_dir is None and resumed is None))
                 if not is_url(made):  # an object store has no locks
-                    held.enter_context(locking(made.resolve(), _busy(made, "another process trains here")))
+                    held.enter_context(locking(made.resolve(), _busy(made, trainer(made) or OTHER)))
                     held.enter_context(_announcing(made))
                 # Another run may have begun there meanwhile.
                 if folder != resumed and not _check_free(made, cfg):

@@ -85,10 +85,10 @@ def list_rate_change(cfg: TrainConfig, saved: Mapping[str, Any], step: int) -> l
         float(each.schedule.rate(each.optimizer.learning_rate, jnp.int32(step), each.steps))
         for each in (from_saved(saved), cfg)
     )
-    if abs(new - old) < 1e-6 * old:
+    if abs(new - old) <= 1e-5 * old:
         return []
-    keep = f"schedule=constant optimizer.learning_rate={old:.3g}"
-    return [f"learning rate at step {step}: {old:.3g} by the settings before, {new:.3g} now; {keep} keeps the old one"]
+    keep = f"; schedule=constant optimizer.learning_rate={old:.6g} keeps the old one" * (old > 0)
+    return [f"learning rate at step {step}: {old:.6g} by the settings before, {new:.6g} now{keep}"]
 
 
 def _check_parts(cfg: TrainConfig, saved: Mapping[str, Any]) -> None:

@@ -214,7 +214,15 @@ def test_ragged_on_gpus_is_refused_without_its_flag(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     with refused("dispatch=ragged", "corrupts gradients on GPUs", "dispatch=ring", f"XLA_FLAGS={GPU_FLAG}"):
         build_execution(cfg)
+    with refused("dispatch=ragged", "corrupts gradients on GPUs"):
+        build_execution(cfg, moezoo.make_mesh(cfg.mesh))
     build_execution(single)
     build_execution(cfg, abstract_mesh(cfg.mesh))
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_any=1 {GPU_FLAG}")
-    build_execution(cfg)
+    bare = GPU_FLAG.removesuffix("=true")
+    for flags in (f"--xla_cpu_any=1 {GPU_FLAG}", bare, f"{bare}=1", f"{bare}=false {GPU_FLAG} --xla_cpu_any=1"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        build_execution(cfg)
+    for flags in (f"{GPU_FLAG} {bare}=false", f"{bare}=0", f"{bare}_of_another"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        with refused("dispatch=ragged", "corrupts gradients on GPUs"):
+            build_execution(cfg)

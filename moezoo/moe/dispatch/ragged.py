@@ -12,6 +12,7 @@ The sizes of all pieces come from one small all-gather: counts [P, E], the rows 
 
 import dataclasses
 import os
+import re
 from typing import ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -52,7 +53,11 @@ class Ragged(Dispatch):
 
     def refusal(self, group: ExpertGroup) -> str | None:
         """Return that XLA's collective is wrong on GPUs, unless XLA_FLAGS has what replaces it."""
-        if not (group.axes and group.target and group.target.is_gpu) or GPU_FLAG in os.environ.get("XLA_FLAGS", ""):
+        if not (group.axes and group.target and group.target.is_gpu):
+            return None
+        # As XLA reads it: the last one counts, and without a value it is true.
+        found = re.findall(rf"{GPU_FLAG.removesuffix('=true')}(?:=(\S*))?(?!\S)", os.environ.get("XLA_FLAGS", ""))
+        if found and found[-1].lower() in ("", "true", "1"):
             return None
         return (
             "XLA's ragged_all_to_all corrupts gradients on GPUs; set dispatch=ring, or the environment variable "
