@@ -43,7 +43,7 @@ for one in (wrong, crashing, hanging):
     register(one.__name__, Backend(BACKENDS["blocked"].multiply, one, both, runs_on=BACKENDS["hopper"].runs_on))
 """
 PLANTED_NAMES = ("wrong", "crashing", "hanging")
-PRODUCTS = ("hopper", "hopper_persistent", "blocked")
+FORMS = ("hopper", "hopper_persistent", "blocked")
 
 
 def bench(capsys, *arguments):
@@ -82,7 +82,7 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
 
     # Every kernel of the library is right, and each of those that are not is named with its reason.
     checked = {row["kernel"]: row for row in rows if row["part"] == "right"}
-    wanted = {f"grouped_matmul {name} {role}" for name in PRODUCTS for role in agreement.ROLES}
+    wanted = {f"grouped_matmul {name} {role}" for name in FORMS for role in agreement.ROLES}
     wanted |= {f"attention {name} {role}" for name in ("hopper", "chunked", "one_query") for role in agreement.PASSES}
     planted = {f"grouped_matmul {name} {role}" for name in PLANTED_NAMES for role in agreement.ROLES}
     assert checked.keys() == wanted | planted
@@ -102,7 +102,7 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     assert "crashing outer is broken: its process ended" in products["crashing outer wide"]["left_out"]
     layers = {row["unit"]: row for row in rows if row["part"] == "layers S2"}
     assert [name for name, row in layers.items() if "ms" in row] == [
-        f"{name} {passed}" for name in PRODUCTS for passed in ("forward", "both")
+        f"{name} {passed}" for name in FORMS for passed in ("forward", "both")
     ]
     assert all("is broken" in layers[f"{name} both"]["left_out"] for name in PLANTED_NAMES)
     for part in ("step", "olmoe 16"):
