@@ -112,7 +112,9 @@ class Kernel(NamedTuple):
     products: int = 1
 
 
-# The kernels of a backend of products, and of attention. A backend without a kernel for `gated` composes it.
+# Backends that are programs of XLA.
+PORTABLE = ("blocked", "ragged_dot", "chunked", "one_query")
+# The kernels of a backend of products, and of attention.
 ROLES = ("multiply", "transposed", "outer", "gated", "gated gradients")
 PASSES = ("forward", "gradients")
 
@@ -128,6 +130,14 @@ def backends_of(kernel: str, target: Target, dtype: str = "bfloat16", *more: str
         own = ("blocked", "ragged_dot", *more) if target.platform == "tpu" else ("blocked", *more)
         takes = {n: one for n, one in PRODUCTS.items() if one.takes(target, dtype)}
     return [name for name, one in takes.items() if one.runs_on is not anywhere or name in own]
+
+
+def roles_of(name: str) -> list[str]:
+    """Return the roles of a backend of products that are kernels of its own, not composed of others nor another's."""
+    backend, others = PRODUCTS[name], itertools.takewhile(lambda other: other != name, PRODUCTS)
+    is_own = {"outer": all(PRODUCTS[other].outer is not backend.outer for other in others)}
+    is_own |= dict.fromkeys(("gated", "gated gradients"), backend.gated is not None)
+    return [role for role in ROLES if is_own.get(role, True)]
 
 
 def product(name: str, role: str, target: Target, problem: Problem, dtype: str = "bfloat16") -> Kernel:
@@ -239,7 +249,8 @@ def checks(
     for sizes in dict.fromkeys((*problems, *scores)):
         for dtype in ("bfloat16", "float32") if sizes == "tiny" else ("bfloat16",):  # in float32 other kernels run
             if problem := problems.get(sizes):
-                for name, role in itertools.product(backends_of("grouped_matmul", target, dtype), ROLES):
+                own = backends_of("grouped_matmul", target, dtype)
+                for name, role in ((name, role) for name in own for role in roles_of(name)):
                     wanted, bounds = partial(loop, role, problem.sizes), _SEVERAL if "gated" in role else _ONE
                     kernel = product(name, role, target, problem, dtype)
                     yield Check(_exact(kernel, dtype), sizes, dtype, wanted, bounds, sum(problem.sizes))

@@ -30,6 +30,7 @@ import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
 from moezoo.cli.doctor import messages
 from moezoo.errors import UserError, last_words
+from moezoo.host import NO_CUDA_GRAPHS
 from moezoo.training.files import replace_text
 
 MARK = "moezoo-bench "  # the start of a line of a part's process that is a message
@@ -296,9 +297,15 @@ def _environment(part: Part) -> Mapping[str, str]:
     own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, "PYTHONUNBUFFERED": "1"}
     if part.name == "torch":  # it shares the memory of a GPU with JAX
         own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if glob.glob("/dev/nvidia[0-9]*") and "xla_gpu_enable_triton_gemm" not in own.get("XLA_FLAGS", ""):
+    if glob.glob("/dev/nvidia[0-9]*"):
+        flags = own.get("XLA_FLAGS", "")
         # XLA would try many kernels of its own for every other product, which takes minutes; now it takes cuBLAS.
-        own["XLA_FLAGS"] = f"{own.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false".strip()
+        wanted = ["--xla_gpu_enable_triton_gemm=false"]
+        if part.name == "right":  # not timed, so that cuBLAS need not be either
+            wanted.append("--xla_gpu_autotune_level=0")
+        if part.name in ("step", "olmoe"):  # for their time by scope
+            wanted.append(NO_CUDA_GRAPHS)
+        own["XLA_FLAGS"] = " ".join([flags, *(flag for flag in wanted if flag.partition("=")[0] not in flags)]).strip()
     return own
 
 

@@ -1,4 +1,4 @@
-"""`profile`: where the time of a training step on CPU devices goes, by named scope (`moezoo.profiling.profile`).
+"""`profile`: where the time of a training step goes, by named scope (`moezoo.profiling.profile`).
 
 Measures: the compiled step of a training run, optimiser included, on random tokens.
 Against: the whole step; the parts add up to it.
@@ -15,7 +15,7 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import measure
 from moezoo.config.compose import compose
-from moezoo.errors import UserError
+from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
 from moezoo.parallel.mesh import start
 from moezoo.profiling.profile import ORDER, Operation, profile
 
@@ -23,16 +23,10 @@ _TIMES = ("forward_ms", "recomputed_ms", "backward_ms", "moving_ms")
 
 
 def run(keys: Any, overrides: Sequence[str]) -> Report:
-    """Trace steps of a configuration, about as many as take `keys.seconds`, and report the time of each part.
-
-    Raises `UserError` where the devices are no CPUs; their traces have other events.
-    """
+    """Trace steps of a configuration, about as many as take `keys.seconds`, and report the time of each part."""
     cfg = compose(*overrides)
+    add_xla_flags(NO_CUDA_GRAPHS)
     devices = start(cfg.mesh.devices)
-    if devices[0].platform != "cpu":
-        raise UserError(
-            f"profile reads traces of CPU devices, and these are {devices[0].platform}; set JAX_PLATFORMS=cpu"
-        )
     log(f"compiling {' '.join(overrides)}")
     # Otherwise a program from a compilation cache may have the named scopes of older code.
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)

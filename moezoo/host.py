@@ -37,10 +37,12 @@ _COLLECTIVE_LIMITS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=86400",
 )
 OWN_XLA_FLAGS = (*_COLLECTIVE_LIMITS, NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS)
+# On GPUs XLA runs a program as CUDA graphs, in whose traces kernels do not name the operation that they belong to.
+NO_CUDA_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
-def add_xla_flags() -> None:
-    """Add to XLA_FLAGS, for this process and its children: no fused CPU kernels, and long limits of collectives.
+def add_xla_flags(*more: str) -> None:
+    """Add to XLA_FLAGS, for this process and its children: no fused CPU kernels, long limits of collectives, and `more`.
 
     A flag that the user has set stays. JAX reads the flags when it starts, so call this before.
     """
@@ -55,7 +57,7 @@ def add_xla_flags() -> None:
     except importlib.metadata.PackageNotFoundError:  # nothing will be compiled, and `moezoo doctor` reports it
         return
     fused = NO_FUSED_CPU_SUMS if jaxlib.startswith("0.10.") else NO_FUSED_CPU_KERNELS
-    missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused) if flag.partition("=")[0] not in flags]
+    missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused, *more) if flag.partition("=")[0] not in flags]
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 

@@ -36,6 +36,7 @@ from moezoo.parallel.stacked import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
 
+@functools.cache
 def _nvidia(chip: str, name: str, gpu: Target | None = None) -> Any:
     """Return a function for a generation of tensor cores. A call imports it: it takes 0.2 s to import Pallas."""
 

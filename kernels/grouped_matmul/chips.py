@@ -18,7 +18,7 @@ UNIT = 64  # the least columns of a tile
 
 
 class Tiles(NamedTuple):
-    """Sizes that change no result. None has been timed.
+    """Sizes that change no result. On an H200 no others that were tried were faster (docs/benchmarks.md).
 
     Attributes:
         rows: Rows of a tile of results, 64 or 128.

@@ -18,7 +18,7 @@ Copies need rows at multiples of 8, so the tiles of a group begin at the last su
     none: tile at row 296, [4, 8)
 
 The rows beyond the last group are one more group, without products: its sums are the zeros that they begin with.
-Operands are in bfloat16, sums in float32. Nothing here asks for a device, and nothing has been run on one.
+Operands are in bfloat16, sums in float32. Nothing here asks for a device.
 """
 
 import functools
@@ -47,7 +47,7 @@ _Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Sizes(NamedTuple):
-    """Sizes that change no result. None has been timed.
+    """Sizes that change no result. On an H200 no others that were tried were faster (docs/benchmarks.md).
 
     Attributes:
         programs: The programs; as many as the GPU has multiprocessors.

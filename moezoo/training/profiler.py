@@ -126,8 +126,8 @@ class Profiler:
         ]
         if undisturbed is not None:
             lines.append(f"- Without the recording, the median of steps before: {1e3 * undisturbed:.1f} ms.")
-        if devices[0].platform != "cpu":
-            lines.append(f"- This reader of {devices[0].platform} traces was tested on examples, never on a device.")
+        if devices[0].platform == "tpu":
+            lines.append("- This reader of TPU traces was tested on examples, never on a device.")
         lines += [*_EXPLANATION.splitlines(), f"- The trace: `pip install xprof && xprof --logdir {FOLDER}`", ""]
         return "\n".join(lines)
 

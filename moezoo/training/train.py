@@ -17,6 +17,7 @@ from moezoo.data import Source, load, trigram_loss
 from moezoo.data.batches import read_batches
 from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
+from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
 from moezoo.hub.adapters import write_adapter
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
@@ -215,6 +216,8 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     changed = [] if before is None else list_changes(cfg, before.about["config"])
     if before is None and cfg.init_from is not None:
         check_tokens(cfg)
+    if cfg.profile.start is not None:
+        add_xla_flags(NO_CUDA_GRAPHS)
     execution = build_execution(cfg)
     if before is not None:  # it computes, so JAX has to have its devices
         changed += list_rate_change(cfg, before.about["config"], before.step)
