@@ -250,7 +250,7 @@ def checks(
         for dtype in ("bfloat16", "float32") if sizes == "tiny" else ("bfloat16",):  # in float32 other kernels run
             if problem := problems.get(sizes):
                 backends = backends_of("grouped_matmul", target, dtype)
-                for name, role in [(name, role) for name in backends for role in roles_of(name)]:
+                for name, role in ((each, role) for each in backends for role in roles_of(each)):
                     wanted, bounds = partial(loop, role, problem.sizes), _SEVERAL if "gated" in role else _ONE
                     kernel = product(name, role, target, problem, dtype)
                     yield Check(_exact(kernel, dtype), sizes, dtype, wanted, bounds, sum(problem.sizes))

@@ -42,7 +42,7 @@ NO_CUDA_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 
 def add_xla_flags(*more: str) -> None:
-    """Add to XLA_FLAGS, for this process and its children: no fused CPU kernels, long limits of collectives, and `more`.
+    """Add to XLA_FLAGS, for this process and its children: no fused CPU kernels, long limits of collectives, `more`.
 
     A flag that the user has set stays. JAX reads the flags when it starts, so call this before.
     """
