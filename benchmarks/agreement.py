@@ -132,12 +132,16 @@ def backends_of(kernel: str, target: Target, dtype: str = "bfloat16", *more: str
     return [name for name, one in takes.items() if one.runs_on is not anywhere or name in own]
 
 
+def owners(name: str) -> dict[str, str]:
+    """Return, by role, the backend whose kernel a backend of products runs; without those that it composes."""
+    backend, found = PRODUCTS[name], dict.fromkeys(ROLES, name)
+    found["outer"] = next(other for other, each in PRODUCTS.items() if each.outer is backend.outer)
+    return {role: owner for role, owner in found.items() if backend.gated or not role.startswith("gated")}
+
+
 def roles_of(name: str) -> list[str]:
-    """Return the roles of a backend of products that are kernels of its own, not composed of others nor another's."""
-    backend, others = PRODUCTS[name], itertools.takewhile(lambda other: other != name, PRODUCTS)
-    is_own = {"outer": all(PRODUCTS[other].outer is not backend.outer for other in others)}
-    is_own |= dict.fromkeys(("gated", "gated gradients"), backend.gated is not None)
-    return [role for role in ROLES if is_own.get(role, True)]
+    """Return the roles for which a backend of products has a kernel of its own."""
+    return [role for role, owner in owners(name).items() if owner == name]
 
 
 def product(name: str, role: str, target: Target, problem: Problem, dtype: str = "bfloat16") -> Kernel:

@@ -232,7 +232,7 @@ def _run_process(session: _Session, part: Part, end: float, tried: list[str]) ->
             stderr=err,
             text=True,
             errors="replace",
-            env=_environment(part),
+            env=_environment(part, session.keys.rehearse),
             start_new_session=True,  # so that what it starts can be ended with it
         )
 
@@ -292,20 +292,22 @@ def _command(session: _Session, part: Part, tried: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-c", "; ".join(lines)]
 
 
-def _environment(part: Part) -> Mapping[str, str]:
+def _environment(part: Part, rehearse: str | None) -> Mapping[str, str]:
     """Return the variables of a part's process; what the user has set stays."""
     own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, "PYTHONUNBUFFERED": "1"}
     if part.name == "torch":  # it shares the memory of a GPU with JAX
         own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    if glob.glob("/dev/nvidia[0-9]*"):
-        flags = own.get("XLA_FLAGS", "")
+    flags, wanted = own.get("XLA_FLAGS", ""), []
+    if rehearse:
+        wanted = ["--xla_backend_optimization_level=0"]
+    elif glob.glob("/dev/nvidia[0-9]*"):
         # XLA would try many kernels of its own for every other product, which takes minutes; now it takes cuBLAS.
         wanted = ["--xla_gpu_enable_triton_gemm=false"]
         if part.name == "right":  # not timed, so that cuBLAS need not be either
             wanted.append("--xla_gpu_autotune_level=0")
         if part.name in ("step", "olmoe"):  # for their time by scope
             wanted.append(NO_CUDA_GRAPHS)
-        own["XLA_FLAGS"] = " ".join([flags, *(flag for flag in wanted if flag.partition("=")[0] not in flags)]).strip()
+    own["XLA_FLAGS"] = " ".join([flags, *(flag for flag in wanted if flag.partition("=")[0] not in flags)]).strip()
     return own
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import agreement, attention, kernels, rehearsal, torch_peers, tuning
+from benchmarks import agreement, attention, kernels, rehearsal, timing, torch_peers, tuning
 from benchmarks.agreement import Kernel, Problem, backends_of, drawn
 from benchmarks.device import COMPILE, MARK
 from benchmarks.profile import times
@@ -130,11 +130,12 @@ class Here(NamedTuple):
         """Return a shape by its name; the toy in its place."""
         return self.size.shape or SHAPES[name]
 
-    def time(self, call: Call, flops: float, times: int = 1, **row: Any) -> Row:
-        """Return a row with the time of a call, which gets the time of `times` calls, and its speed."""
-        timing = measure({"": call}, seconds=self.keys.seconds * times, samples=self.keys.samples)[""]
-        speed = flops / timing.ms / 1e9
-        row |= {**timing.rounded(4), "tflops": round(speed, 5)}
+    def time(self, call: Call, flops: float, **row: Any) -> Row:
+        """Return a row with the time of a call, and its speed. A call that takes long is timed three times."""
+        seconds = self.keys.seconds if self.keys.rehearse else max(self.keys.seconds, 2.5 * timing.run(call, 1))
+        found = measure({"": call}, seconds=seconds, samples=self.keys.samples)[""]
+        speed = flops / found.ms / 1e9
+        row |= {**found.rounded(4), "tflops": round(speed, 5)}
         return row | ({"utilisation": round(speed / self.peak, 4)} if self.peak else {})
 
 
@@ -363,7 +364,7 @@ def _torch(here: Here, name: str) -> Iterator[Unit]:
 
 
 def _product_kernels(who: str) -> tuple[str, ...]:
-    return tuple(f"grouped_matmul {who} {role}" for role in agreement.ROLES)
+    return tuple(f"grouped_matmul {owner} {role}" for role, owner in agreement.owners(who).items())
 
 
 def _layers(here: Here, name: str) -> Iterator[Unit]:
@@ -429,7 +430,7 @@ def _steps(here: Here, words: str) -> Iterator[Unit]:
         running = Running(cfg)
         made = _allocated()
         call = partial(running.run, random_batch(running))
-        row = here.time(call, model_flops(cfg), 10, implementation="moezoo", settings=words)
+        row = here.time(call, model_flops(cfg), implementation="moezoo", settings=words)
         tokens = cfg.batch_size * cfg.seq_len
         memory, allocated = memory_of(running.compiled), _allocated()
         # The allocator's peak is of the process: it is the step's if making the state took less.

@@ -126,6 +126,9 @@ def test_flags_of_xla(monkeypatch, tmp_path, version, wanted):
         monkeypatch.setenv("XLA_FLAGS", given)
         add_xla_flags()
         assert os.environ["XLA_FLAGS"] == after
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    add_xla_flags("--xla_a=", "--xla_b=")
+    assert os.environ["XLA_FLAGS"] == f"--xla_a=1 {wanted} --xla_b="
 
 
 @pytest.mark.parametrize("late", [False, True])

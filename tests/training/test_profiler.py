@@ -1,5 +1,6 @@
 """Steps of a run that are recorded: the page, the trace, and what a recording may not do to the run."""
 
+import os
 import re
 import signal
 import warnings
@@ -10,6 +11,7 @@ import pytest
 from training_runs import read_rows, steps_only, train_with_signal
 
 import moezoo
+from moezoo.host import NO_CUDA_GRAPHS
 from moezoo.parallel import distributed
 from moezoo.profiling.profile import Operation, operations, recording
 from moezoo.training import profiler
@@ -51,9 +53,12 @@ def test_where_the_time_of_steps_went(tiny, tmp_path, capsys, monkeypatch):
         return named
 
     monkeypatch.setattr(profiler, "operations", remember)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     with steps_only():
         plain = moezoo.train(moezoo.compose(*tiny, *SMALL, f"run_dir={tmp_path}/plain"))
+        assert NO_CUDA_GRAPHS not in os.environ["XLA_FLAGS"].split()
         run = moezoo.train(moezoo.compose(*tiny, *SMALL, *RECORDED, f"run_dir={tmp_path}/recorded"))
+    assert NO_CUDA_GRAPHS in os.environ["XLA_FLAGS"].split()
     assert read_rows(run.folder) == read_rows(plain.folder)
     assert not (plain.folder / "profile.md").exists()
     assert f"{run.folder}/profile.md  where" in capsys.readouterr().out
