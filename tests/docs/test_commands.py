@@ -30,7 +30,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 MARKERS = {text.partition(":")[0] for text in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 RUNS_OTHERS = ("srun",)
 OTHERS = {"gcloud", "git", "jupyter", "mkdocs", "pre-commit", "pyright", "ruff", "tensorboard", "xprof"}
-OTHERS |= {"docker", "gcp-storage-emulator", "hadolint", "kubectl", "sbatch", "shellcheck"}
+OTHERS |= {"docker", "gcp-storage-emulator", "hadolint", "hf", "kubectl", "sbatch", "shellcheck"}
 OTHERS |= {"bash", "cat", "cp", "find", "grep", "head", "ls", "mkdir", "rm", "sort", "tail", "wc", "xargs"}
 
 

@@ -76,9 +76,10 @@ def make_files(folder: Path) -> None:
 
 
 def add_configurations(folder: Path) -> None:
-    """Add the configurations of the runs that the pages name, alone."""
+    """Add the configurations of the runs that the pages name, alone, and a folder that a page makes."""
+    shutil.copytree(folder / "FOLDER", folder / "TINY")
     config = to_yaml(as_mapping(moezoo.compose(*RUN)))
-    for name in ("NAME", "A", "B", "CHAT", "TUNED", "LORA", "small", "mine"):
+    for name in ("NAME", "A", "B", "CHAT", "TUNED", "LORA", "small", "mine", "sums"):
         (folder / "runs" / name).mkdir(parents=True)
         (folder / "runs" / name / "config.yaml").write_text(config)
 
