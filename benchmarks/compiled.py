@@ -127,7 +127,7 @@ def _steps(targets: Sequence[str], steps: Sequence[str], format: str | None) -> 
         built[target, words] = build_step(cfg, execution, _blueprint(cfg, execution, format))
     for (target, words), step in built.items():
         log(f"compiling {words} for {target}")
-        memory = memory_of(step.compile())
+        memory = memory_of(step.compile().program)
         assert memory is not None
         sizes = {f"{key}_bytes": getattr(memory, key) for key in ("arguments", "temporaries", "peak", "in_use")}
         predicted = step_footprint(step)

@@ -432,7 +432,7 @@ def _steps(here: Here, words: str) -> Iterator[Unit]:
         call = partial(running.run, random_batch(running))
         row = here.time(call, model_flops(cfg), implementation="moezoo", settings=words)
         tokens = cfg.batch_size * cfg.seq_len
-        memory, allocated = memory_of(running.compiled), _allocated()
+        memory, allocated = memory_of(running.compiled.program), _allocated()
         # The allocator's peak is of the process: it is the step's if making the state took less.
         found = {"compiled": memory and memory.in_use, "allocated": max(allocated, made) > made and allocated}
         apart = {name: round(size / predicted.peak - 1, 4) for name, size in found.items() if size}
@@ -447,7 +447,7 @@ def _steps(here: Here, words: str) -> Iterator[Unit]:
             "apart_goal": MEMORY_GOAL,
             "in_goal": all(abs(each) <= MEMORY_GOAL for each in apart.values()),
         }
-        for scope in times(*profile(call, 3, str(running.compiled.as_text()))):
+        for scope in times(*profile(call, 3, str(running.compiled.program.as_text()))):
             yield {"implementation": "profile", "scope": scope.pop("name"), **scope}
 
     yield Unit("step", step)

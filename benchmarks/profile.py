@@ -35,7 +35,7 @@ def run(keys: Any, overrides: Sequence[str]) -> Report:
     untraced = measure({"step": call}, seconds=keys.seconds / 2, samples=keys.samples)["step"].ms
     count = int(np.clip(keys.seconds * 1e3 / untraced, 1, keys.samples))
     log(f"tracing {count} step{'s' * (count != 1)}")
-    whole, parts = profile(call, count, str(running.compiled.as_text()))
+    whole, parts = profile(call, count, str(running.compiled.program.as_text()))
     labels = {"part": "profile", "settings": " ".join(overrides)}
     ends = {
         "step_ms": round(whole, 4),

@@ -37,7 +37,7 @@ class Running:
         self.step = build_step(cfg, self.execution)
         self.feed = self.step.feed()
         self.compiled = self.step.compile()
-        self.peak = peak_bytes(self.compiled)
+        self.peak = peak_bytes(self.compiled.program)
         self.state = jax.block_until_ready(build_state(cfg, self.execution, self.step))
         self.loss, self.load, self.dropped, self.layers = math.nan, 0, 0, 1
         self.seconds: list[float] = []

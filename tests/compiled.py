@@ -303,7 +303,7 @@ def budget_of(step: Step, compiled: Any) -> Budget:
     traced = collective_traffic(step.traced.jaxpr, platform)
     if platform != "cpu":
         return Budget(traced, compiled.as_text(), mesh.shape)
-    state, batch = step.arguments
+    state, batch, _ = step.arguments
     merged = merged_on_cpu(traced, len(batch.tokens), state.model.config.tied_embeddings, mesh.shape)
     return Budget(merged, compiled.as_text(), mesh.shape, slack=1)
 

@@ -28,7 +28,7 @@ def main() -> None:
         budgets = []
         for devices in (jax.devices("cpu"), absent_devices("h200"), absent_devices("v5p")):
             step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, devices)))
-            budgets.append(budget_of(step, step.compile()))
+            budgets.append(budget_of(step, step.compile().program))
         tables = (budgets[0].trace, *(budget.program for budget in budgets))
         for axes in budgets[0].trace.axes:
             print(f"| {title} | `{' '.join(axes)}` |", " | ".join(f"{table.bytes(axes):,}" for table in tables), "|")

@@ -15,5 +15,5 @@ class Linear(Schedule):
 
     def after_warmup(self, rate, since, left):
         """The part of `rate` that the line leaves."""
-        progress = jnp.clip(since / max(1, left - 1), 0, 1)
+        progress = jnp.clip(since / jnp.maximum(1, left - 1), 0, 1)
         return rate * (1 - (1 - self.final_ratio) * progress)

@@ -167,16 +167,29 @@ class Schedule(abc.ABC):
             )
         return self.warmup_steps
 
-    def rate(self, peak: float, step: Int[Array, ""], steps: int) -> Float[Array, ""]:
+    def rate(
+        self, peak: float | Float[Array, ""], step: Int[Array, ""], steps: int | Int[Array, ""]
+    ) -> Float[Array, ""]:
         """Return the rate of update number `step` (from 0) of `steps`, float32."""
-        warmup = self.count_warmup(steps)
-        at = step.astype(jnp.float32)
-        warm = jnp.minimum(1.0, (at + 1) / max(1, warmup))
-        return self.after_warmup(jnp.float32(peak) * warm, at - warmup, steps - warmup)
+        steps = jnp.asarray(steps, jnp.int32)
+        warmup = steps // 10 if self.warmup_steps is None else jnp.int32(self.warmup_steps)
+        since = (step - warmup).astype(jnp.float32)
+        warm = jnp.minimum(1.0, (step + 1).astype(jnp.float32) / jnp.maximum(1, warmup).astype(jnp.float32))
+        return self.after_warmup(jnp.float32(peak) * warm, since, (steps - warmup).astype(jnp.float32))
 
     @abc.abstractmethod
-    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
+    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: Float[Array, ""]) -> Float[Array, ""]:
         """Return the rate `since` updates after the warm-up, given the `rate` that the warm-up reached.
 
         `since` is negative during the warm-up; `left` is the number of updates from its end to the end of the run.
         """
+
+
+class Pace(NamedTuple):
+    """What a step reads of its run: the peak of the learning rate, and the number of updates.
+
+    They are arguments of the step, so that a run of another length or rate compiles nothing again.
+    """
+
+    peak: Float[Array, ""]
+    steps: Int[Array, ""]

@@ -13,7 +13,7 @@ class Constant(Schedule):
 
     warmup_steps: int = 0
 
-    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
+    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: Float[Array, ""]) -> Float[Array, ""]:
         """Return `rate` unchanged."""
         del since, left
         return rate

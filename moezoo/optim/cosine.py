@@ -17,8 +17,8 @@ class Cosine(Schedule):
     warmup_steps: int | None = None
     final_ratio: Annotated[float, Range(at_least=0, at_most=1)] = 0.1
 
-    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: int) -> Float[Array, ""]:
+    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: Float[Array, ""]) -> Float[Array, ""]:
         """Return `rate` times a cosine that falls from 1 to `final_ratio`."""
-        share = jnp.clip(since / max(1, left - 1), 0, 1)
+        share = jnp.clip(since / jnp.maximum(1, left - 1), 0, 1)
         cosine = 0.5 * (1 + jnp.cos(jnp.pi * share))
         return rate * (self.final_ratio + (1 - self.final_ratio) * cosine)

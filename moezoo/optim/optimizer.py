@@ -6,9 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from moezoo.optim.base import Choose, Group, Schedule, Transformation, UpdateRule, Work, choosing, newest
+from moezoo.errors import UserError
+from moezoo.optim.base import Choose, Group, Pace, Schedule, Transformation, UpdateRule, Work, choosing, newest
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.placement import EVERYWHERE
 
@@ -29,11 +31,22 @@ class Optimizer:
             placements: One `Placement` per leaf.
 
         Raises:
-            UserError: A run of `steps` would end before the schedule's warm-up, or as `rule.assign` raises.
+            UserError: A run of `steps` would end before the schedule's warm-up; a schedule computes with numbers of
+                Python; or as `rule.assign` raises.
             ValueError: Two different groups have the same name.
         """
         self.rule, self.schedule, self.steps = rule, schedule, steps
         schedule.count_warmup(steps)  # raise here rather than while tracing
+        numbers: Any = np.float32(rule.learning_rate), np.int32(steps)
+        self.pace = Pace(*numbers)
+        try:
+            jax.eval_shape(self.rate, np.int32(0), self.pace)
+        except jax.errors.ConcretizationTypeError:
+            name = type(schedule).__name__
+            raise UserError(
+                f"schedule={name}: after_warmup uses an argument as a number of Python, and all are arrays; write "
+                "jnp.maximum(1, left) for max(1, left), and jnp.where for if"
+            ) from None
         self._placements = placements
         self._groups = rule.assign(placements)
         groups = dict.fromkeys(jax.tree.leaves(self._groups))
@@ -78,9 +91,9 @@ class Optimizer:
                 found.append(Work(group, tuple(paths), flops))
         return tuple(found)
 
-    def rate(self, step: Int[Array, ""]) -> Float[Array, ""]:
-        """Return the learning rate of update number `step` (from 0)."""
-        return self.schedule.rate(self.rule.learning_rate, step, self.steps)
+    def rate(self, step: Int[Array, ""], pace: Pace) -> Float[Array, ""]:
+        """Return the learning rate of update number `step` (from 0) at a pace, such as `self.pace`."""
+        return self.schedule.rate(pace.peak, step, pace.steps)
 
     def update(
         self,

@@ -32,7 +32,7 @@ from moezoo.training.profiler import Profiler, naming_operations
 from moezoo.training.progress import Progress
 from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
-from moezoo.training.step import Metrics, State, Step, check_shardings
+from moezoo.training.step import CompiledStep, Metrics, State, Step, check_shardings
 from moezoo.training.waiting import Waiting
 
 # The picture of expert load averages this many logged steps.
@@ -200,8 +200,8 @@ class Loop:
         tokens = self.cfg.batch_size * self.cfg.seq_len
         return Progress(start, self.cfg.steps, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
 
-    def _profiler(self, compiled: "jax.stages.Compiled", progress: Progress) -> Profiler:
-        return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled, self._mesh, progress.print)
+    def _profiler(self, compiled: CompiledStep, progress: Progress) -> Profiler:
+        return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled.program, self._mesh, progress.print)
 
     def _evaluate(
         self, model: LanguageModel, signals: Signals, progress: Progress, waiting: Waiting
@@ -221,7 +221,7 @@ class Loop:
         except _Interrupted:
             return None
 
-    def _compile(self) -> "jax.stages.Compiled":
+    def _compile(self) -> CompiledStep:
         report.print_lines([("compile", "compiling the training step; large models take minutes")])
         began = time.perf_counter()
         with naming_operations(self.cfg.profile):

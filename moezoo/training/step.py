@@ -29,6 +29,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
 from moezoo.moe.routing import Balance, Routing, balance_of
 from moezoo.optim import Guard, GuardSettings, Optimizer, Work
+from moezoo.optim.base import Pace
 from moezoo.optim.guard import select
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.dropout import Dropout
@@ -144,11 +145,26 @@ def gradients_of(
     return reduce_gradients(gradients, placements, execution.reduce_dtype), sums, predicted
 
 
+class CompiledStep:
+    """A compiled step, called with a state and a batch. `program` takes the pace of the run as a third argument."""
+
+    def __init__(self, program: "jax.stages.Compiled", pace: Pace, everywhere: NamedSharding):
+        """Keep the pace, which every device gets as `everywhere` says."""
+        self.program, self._pace, self._everywhere = program, pace, everywhere
+
+    @functools.cached_property
+    def _placed(self) -> Pace:  # not before the first call: a program for absent devices has none
+        return jax.device_put(self._pace, self._everywhere)
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+        return self.program(state, batch, self._placed)
+
+
 class Step:
     """The training step of one model, mesh and batch shape.
 
-    `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. The arguments
-    must be laid out by `state_shardings` and `batch_shardings`; `check_shardings` refuses others. `feed()` makes such
+    `run = step.compile()` compiles it; `state, metrics = run(state, batch)` runs it and donates `state`. These must
+    be laid out by `state_shardings` and `batch_shardings`; `check_shardings` refuses others. `feed()` makes such
     batches, with tokens in the order of the execution.
     """
 
@@ -190,20 +206,19 @@ class Step:
         state_specs: Any = jax.tree.map(lambda placement: placement.spec, self.placements)
         self.state_shardings = jax.tree.map(lambda placement: NamedSharding(mesh, placement.spec), self.placements)
         self.batch_shardings = Batch(*(NamedSharding(mesh, split),) * 4)
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
         whole = jax.shard_map(
             self._local,
             mesh=mesh,
-            in_specs=(state_specs, Batch(*(split,) * 4)),
+            in_specs=(state_specs, Batch(*(split,) * 4), PartitionSpec()),
             out_specs=(state_specs, PartitionSpec()),
         )
-        self.function = jax.jit(
-            whole, donate_argnums=0, out_shardings=(self.state_shardings, NamedSharding(mesh, PartitionSpec()))
-        )
+        self.function = jax.jit(whole, donate_argnums=0, out_shardings=(self.state_shardings, self._everywhere))
         state = jax.eval_shape(self.begin, model)
         self.arguments = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            (state, batch),
-            (self.state_shardings, self.batch_shardings),
+            (state, batch, optimizer.pace),
+            (self.state_shardings, self.batch_shardings, jax.tree.map(lambda _: self._everywhere, optimizer.pace)),
         )
 
     def feed(self) -> Feed:
@@ -231,7 +246,7 @@ class Step:
         """Return the first state of a fresh model; call it under `jax.eval_shape` or `jax.jit`, as `build_state`."""
         return State(model, self.optimizer.init(eqx.filter(model, self.trained)), Guard.fresh(), jnp.int32(0))
 
-    def _local(self, state: State, batch: Batch) -> tuple[State, Metrics]:
+    def _local(self, state: State, batch: Batch, pace: Pace) -> tuple[State, Metrics]:
         execution, optimizer = self.execution, self.optimizer
         placements = eqx.filter(self.placements.model, self.trained)
         dropout, rate = None, self.blueprint.adapter.dropout
@@ -240,7 +255,7 @@ class Step:
         gradients, sums, predicted = gradients_of(state.model, batch, self.trained, placements, execution, dropout)
         parameters, buffers = eqx.partition(state.model, self.trained)
         norm = global_norm(gradients, placements, execution.live_axes)
-        rate = optimizer.rate(state.step)
+        rate = optimizer.rate(state.step, pace)
         loss = sums.nats / jnp.maximum(predicted, 1).astype(jnp.float32)
         accepted = state.guard.accepts(loss, norm, self._guard)
         guard = state.guard.after(accepted, loss, norm)
@@ -269,14 +284,14 @@ class Step:
         with _no_garbage_collection(), no_context_mesh():
             return self.function.trace(*self.arguments)
 
-    def compile(self) -> "jax.stages.Compiled":
-        """Compile the step for the platform of the mesh."""
+    def compile(self) -> CompiledStep:
+        """Compile the step for the platform of the mesh. Other steps or another rate make the same program."""
         traced = self.traced
         with _no_garbage_collection():
             lowered = traced.lower()
         compiled = lowered.compile()
         give_back_freed_memory()
-        return compiled
+        return CompiledStep(compiled, self.optimizer.pace, self._everywhere)
 
 
 @contextlib.contextmanager

@@ -307,7 +307,7 @@ from moezoo.training.build import build_step
 
 cfg = moezoo.compose("model=qwen3_moe", "mesh=fsdp8", "model.layers=3", "model.embed=512", "seq_len=256")
 step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, absent_devices("h200"))))
-entry, found = read_computations(step.compile().as_text())
+entry, found = read_computations(step.compile().program.as_text())
 gathers = [each.text for each in found[entry].values() if each.op == "all-gather-start"]
 print("ahead", sum("jvp(layers)/while" in text and "rematted" not in text for text in gathers))
 """
@@ -358,7 +358,7 @@ def test_offloaded_inputs_are_stored_on_the_host(kind):
     for remat in ("full", "offload"):
         cfg = moezoo.compose(*words, f"execution.remat={remat}")
         mesh = auto_mesh(absent_devices(kind), **cfg.mesh.sizes)
-        memory[remat] = build_step(cfg, build_execution(cfg, mesh)).compile().memory_analysis()
+        memory[remat] = build_step(cfg, build_execution(cfg, mesh)).compile().program.memory_analysis()
     inputs = 16 * (32 * 512 // 8 // 2) * 128 * 4  # layers; tokens per device and micro-step; float32 numbers
     assert (memory["full"].host_temp_size_in_bytes, memory["offload"].host_temp_size_in_bytes) == (0, inputs)
     saved = memory["full"].temp_size_in_bytes - memory["offload"].temp_size_in_bytes

@@ -36,7 +36,7 @@ def budget(kind: str, family: str, strategy: str, rules: str, mesh: str) -> Budg
     chosen = (f"model={family}", f"dispatch={strategy}", f"rules={rules}", *MESHES[mesh], *SIZES)
     cfg = moezoo.compose(*chosen, f"model.layers={LAYERS.get(family, 2)}")
     step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, absent_devices(kind))))
-    return budget_of(step, step.compile())
+    return budget_of(step, step.compile().program)
 
 
 @functools.cache

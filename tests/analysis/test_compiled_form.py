@@ -78,7 +78,7 @@ def compiled(strategy: str, family: str, kind: str) -> Program:
     words = (f"model={family}", f"model.layers={LAYERS}", *FAMILIES[family], *SIZES)
     cfg = moezoo.compose(*words, f"dispatch={strategy}", *SETTINGS)
     step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, absent_devices(kind))))
-    program = step.compile()
+    program = step.compile().program
     return Program(cfg, budget_of(step, program), program.as_text() or "")
 
 

@@ -45,7 +45,7 @@ def step_on(mesh: Any, *words: str) -> Step:
 )
 def test_arguments_are_those_of_the_compiled_step(words):
     step = step_on(None, *words, *SMALL)
-    memory = memory_of(step.compile())
+    memory = memory_of(step.compile().program)
     found = step_footprint(step)
     assert memory is not None
     assert found.arguments == memory.arguments
@@ -162,7 +162,7 @@ def test_peak_is_near_what_compilers_have_in_use(name):
     devices, words = PEAKS[name]
     cfg = moezoo.compose(*words.split())
     predicted = footprint(cfg, target=TARGETS[devices.partition(":")[0]])
-    memory = memory_of(step_on(mesh_of(cfg.mesh, absent_devices(devices)), *words.split()).compile())
+    memory = memory_of(step_on(mesh_of(cfg.mesh, absent_devices(devices)), *words.split()).compile().program)
     assert memory is not None
     print(f"{name}: {predicted.peak / 1e9:.1f} GB at {predicted.moment}; in use {memory.in_use / 1e9:.1f} GB")
     assert memory.in_use / 1.3 < predicted.peak < 1.3 * memory.in_use

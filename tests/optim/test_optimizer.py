@@ -75,7 +75,9 @@ def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree) 
 
     @jax.jit
     def update(every: Any, state: Any, some: Any, number: Any) -> Any:
-        return optimizer.update(select(every), state, some, optimizer.rate(number), optax.tree.norm(every))
+        return optimizer.update(
+            select(every), state, some, optimizer.rate(number, optimizer.pace), optax.tree.norm(every)
+        )
 
     state = jax.jit(optimizer.init)(some)
     for number in range(STEPS):
@@ -96,7 +98,7 @@ def test_one_group_is_the_transformation_of_its_rule(started):
 
     @jax.jit
     def update(gradients: Any, state: Any, parameters: Any, number: Any) -> Any:
-        rate, norm = optimizer.rate(number), optax.tree.norm(gradients)
+        rate, norm = optimizer.rate(number, optimizer.pace), optax.tree.norm(gradients)
         gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / jnp.maximum(norm, 1e-12)), gradients)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = plain.update(gradients, state, parameters)

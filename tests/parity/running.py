@@ -187,7 +187,9 @@ def run_case(case: Case) -> Observed:
     traffic = collective_traffic(compiled.step.traced.jaxpr)
     parameters, bias = parameters_of(case.family, after), oracle_deepseek.bias_of(after)
     moments = moments_of(case, compiled.state.optimizer.optimizer, after)
-    return Observed(metrics, gradients, parameters, moments, bias, traffic, budget_of(compiled.step, compiled.compiled))
+    return Observed(
+        metrics, gradients, parameters, moments, bias, traffic, budget_of(compiled.step, compiled.compiled.program)
+    )
 
 
 def _rope(base: float, y: Any, *, interleaved: bool = False) -> Rope:

@@ -86,7 +86,7 @@ def test_offload_moves_layer_inputs_to_the_host_only():
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_compiled_step_holds_few_gathered_layers(case):
     """XLA's temporary memory, without arguments and results, is that of few layers."""
-    analysis: Any = step_with_large_weights(case).compile().memory_analysis()
+    analysis: Any = step_with_large_weights(case).compile().program.memory_analysis()
     temporary = analysis.temp_size_in_bytes
     # A layer needs its three gathered weights, their gradients before they are scattered, and transposed copies for the
     # products: less than 4 * ONE_LAYER. The device's eighth of all gradients, `gradient`, may exist twice.
@@ -120,7 +120,7 @@ def split_step(length: int, *words: str) -> tuple[Any, Step]:
 def test_temporaries_of_a_split_sequence(length, words):
     """XLA's temporary memory is at least that of the memory model, and not much more."""
     _, step = split_step(length, *words)
-    analysis: Any = step.compile().memory_analysis()
+    analysis: Any = step.compile().program.memory_analysis()
     model = step_footprint(step)
     predicted = model.peak - model.arguments
     assert predicted < analysis.temp_size_in_bytes < 1.3 * predicted
@@ -148,7 +148,7 @@ def test_arrays_of_a_split_sequence(words, context_parallel):
 def test_the_scan_does_not_slice_experts():
     """Where experts are not gathered, no pass makes the slice of a layer: each matrix is read out of the stack."""
     cfg = moezoo.compose("model=mixtral", "model.layers=3", "model.expert_mlp=96", "execution.remat=none")
-    _, found = read_computations(str(build_step(cfg, build_execution(cfg)).compile().as_text()))
+    _, found = read_computations(str(build_step(cfg, build_execution(cfg)).compile().program.as_text()))
     sliced = [x.type.split("{")[0] for body in found.values() for x in body.values() if x.op == "dynamic-slice"]
     experts, embed = cfg.model.experts, cfg.model.embed
     assert f"f32[1,1,{embed},96]" in sliced
@@ -173,7 +173,7 @@ def test_state_is_updated_in_place(words):
     """
     cfg = moezoo.compose("model=mixtral", "model.layers=2", "model.embed=64", "model.vocab=128", "batch_size=8", *words)
     step = build_step(cfg, build_execution(cfg))
-    entry, found = read_computations(str(step.compile().as_text()))
+    entry, found = read_computations(str(step.compile().program.as_text()))
     # With the suite's flags of XLA, parameters that are gathered in the entry are copied first.
     whose = 'op_name="state' if cfg.mesh.devices == 1 else 'op_name="state.optimizer'
     state = {name: x.text for name, x in found[entry].items() if x.op == "parameter" and whose in x.text}

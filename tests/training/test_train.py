@@ -1,6 +1,7 @@
 """A whole run: the files it writes, what it prints, and that only its settings decide its numbers."""
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import json
@@ -22,7 +23,7 @@ from moezoo.data import load
 from moezoo.data.batches import read_batches
 from moezoo.data.epochs import make_epochs
 from moezoo.moe.dispatch import Gather
-from moezoo.optim import Cosine
+from moezoo.optim import Constant, Cosine
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.files import making
@@ -352,6 +353,32 @@ def test_warm_up_is_a_tenth_of_the_run_by_default():
     np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1, 1], atol=1e-6)
     assert rates[-1] == pytest.approx(0.1)
     assert sorted(rates[3:], reverse=True) == rates[3:]
+
+
+@pytest.mark.parametrize(("optimizer", "schedule"), [("adamw", Cosine()), ("muon", Constant())])
+def test_other_steps_and_another_rate_make_the_same_program(tiny, optimizer, schedule):
+    """So a folder of compiled programs has it already."""
+    texts = []
+    for more in (("steps=40", "optimizer.learning_rate=0.1"), ("steps=7",), ("steps=40", "guard.loss=9")):
+        cfg = moezoo.compose(*tiny, "mesh=single", f"optimizer={optimizer}", *more)
+        cfg = dataclasses.replace(cfg, schedule=schedule)
+        texts.append(build_step(cfg, build_execution(cfg)).traced.lower().as_text())
+    assert texts[0] == texts[1] != texts[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class InPython(Cosine):
+    """A schedule that computes with numbers of Python."""
+
+    def after_warmup(self, rate, since, left):
+        """Return a part of the rate."""
+        return rate * since / max(1, left - 1)
+
+
+def test_a_schedule_that_computes_with_numbers_of_python_is_refused(tiny):
+    cfg = dataclasses.replace(moezoo.compose(*tiny, "mesh=single"), schedule=InPython())
+    with pytest.raises(moezoo.UserError, match=r"^schedule=InPython: .* write jnp.maximum"):
+        build_step(cfg, build_execution(cfg))
 
 
 def test_runs_of_the_same_second_have_different_folders():
