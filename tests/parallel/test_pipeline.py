@@ -102,6 +102,21 @@ def test_the_longest_run_of_one_pattern_is_piped():
 
 
 @pytest.mark.parametrize(
+    ("words", "layers", "longest"),
+    [
+        ("model=qwen3_moe model.layers=7 model.mlp_layers=[0,1,2,4,6]", [3, 4], 1),  # three alike, then two by turns
+        ("model=deepseek model.layers=4 model.dense_layers=2", [2, 2], 0),  # the first of equal ones
+    ],
+)
+def test_the_longest_stack_is_the_one_with_most_layers(words, layers, longest):
+    shapes = blueprint_of(moezoo.compose(*words.split())).shapes
+    assert [stack.count * len(stack.blocks) for stack in shapes.stacks] == layers
+    piped = Circular().piped(shapes, 2, True)
+    assert piped is not None
+    assert piped.stack == longest
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (
