@@ -26,7 +26,6 @@ from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
 from moezoo.analysis.absent import GPUS, absent_devices
 from moezoo.analysis.compiling import compile_for, memory_of
-from moezoo.analysis.memory_model import step_footprint
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
@@ -42,6 +41,7 @@ from moezoo.parallel.mesh import MeshShape, mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
 from moezoo.profiling.hlo import bytes_outside_kernels
 from moezoo.training.build import build_step
+from moezoo.training.step_memory import step_footprint
 
 # The target that is this machine: its virtual CPU devices.
 CPU = "cpu"

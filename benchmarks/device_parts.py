@@ -34,7 +34,6 @@ from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import Call, Pass, call_of, measure, passes_of, peak_bytes
 from moezoo.analysis.compiling import memory_of
-from moezoo.analysis.memory_model import step_footprint
 from moezoo.analysis.work import model_flops
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
@@ -47,6 +46,7 @@ from moezoo.parallel.kernels import Kernels, Target, device_target
 from moezoo.parallel.mesh import start
 from moezoo.profiling.profile import profile
 from moezoo.training.build import build_step
+from moezoo.training.step_memory import step_footprint
 
 # 10^12 products of bfloat16 numbers and additions per second, dense, as vendors state them; by a part of the name of
 # the device.

@@ -9,13 +9,14 @@ from moezoo.analysis.absent import absent_devices
 from moezoo.analysis.activations import cache_rows
 from moezoo.analysis.calls import CALLS
 from moezoo.analysis.compiling import memory_of
-from moezoo.analysis.memory_model import footprint, step_footprint
-from moezoo.analysis.saved import saved_bytes, tick_bytes, traced_bytes
+from moezoo.analysis.memory_model import footprint
 from moezoo.config.build import blueprint_on, build_execution
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step
+from moezoo.training.saved_activations import saved_bytes, tick_bytes, traced_bytes
 from moezoo.training.step import Step
+from moezoo.training.step_memory import step_footprint
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek", "gpt_oss")
 STRATEGIES = ("dense", "capacity", "gather", "ragged", "ring")

@@ -16,7 +16,6 @@ from cover import Case, config
 from running import RATE, STEPS, batch_shapes
 
 import moezoo
-from moezoo.analysis.memory_model import step_footprint
 from moezoo.config.build import build_execution
 from moezoo.models.blueprint import Blueprint
 from moezoo.optim import SGD, Constant, Optimizer
@@ -24,6 +23,7 @@ from moezoo.parallel.traces import equations
 from moezoo.profiling.hlo import read_computations
 from moezoo.training.build import build_step
 from moezoo.training.step import Step
+from moezoo.training.step_memory import step_footprint
 
 # Weights are large and there are few tokens, so every large array is a weight. A device has two rows of eight tokens.
 LAYERS, EMBED, MLP, EXPERTS = 8, 64, 256, 8
