@@ -72,6 +72,11 @@ def of_one(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
 
+def is_modelled(block: Block) -> bool:
+    """Return whether this module knows what both parts of a layer hold; it counts nothing for those of others."""
+    return isinstance(block.attention, Attention | LatentAttention) and isinstance(block.feed_forward, MoE | MLP)
+
+
 def stream(tokens: int, embed: int, execution: Execution) -> int:
     """Return the bytes of the activations between two layers, T d numbers: what `remat=full` saves of a layer."""
     return tokens * embed * jnp.dtype(execution.dtype).itemsize

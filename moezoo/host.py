@@ -97,6 +97,16 @@ def host_memory() -> int:
     return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *group_limits())
 
 
+def free_memory(facts: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that this process can have now: `host_memory`, or what is available by `facts` if fewer."""
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", facts.read_text(), re.MULTILINE)
+    except OSError:  # not Linux
+        found = None
+    have = host_memory()
+    return min(have, 1024 * int(found[1])) if found else have
+
+
 def peak_of_process() -> int:
     """Return the most bytes of memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

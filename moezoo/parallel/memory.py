@@ -1,12 +1,14 @@
 """The refusal of what the devices of a mesh cannot hold."""
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError
-from moezoo.host import check_host, in_gib, peak_of_process
+from moezoo.host import check_host, free_memory, in_gib, peak_of_process
 from moezoo.parallel.mesh import has_started
 
 
@@ -21,6 +23,26 @@ def local_bytes(tree: PyTree, placements: PyTree) -> int:
     """Return the bytes per device that store `tree`, whose leaves are arrays or shapes."""
     leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(placements), strict=True)
     return sum(placement.local_size(x.shape) * np.dtype(x.dtype).itemsize for x, placement in leaves)
+
+
+class Room(NamedTuple):
+    """Memory that `devices` of this process share, in `bytes`; `owner` says whose it is."""
+
+    devices: int
+    bytes: int
+    owner: str
+
+
+def room_of(mesh: Mesh) -> Room | None:
+    """Return the memory for the devices of `mesh` in this process: that of each, or what virtual CPU devices share.
+
+    None where the devices do not report it.
+    """
+    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if here[0].platform == "cpu":
+        return Room(len(here), free_memory(), "this process")
+    limits = [limit for device in here if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
+    return Room(1, min(limits), f"a {here[0].device_kind}") if limits else None
 
 
 def check_devices(what: str, needed: int, mesh: Mesh | AbstractMesh | None, advice: str) -> None:

@@ -30,6 +30,7 @@ import equinox as eqx
 import jax
 
 from moezoo.config.run_folders import SUMS, numbered, steps
+from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
 from moezoo.remote import absolute, is_url, list_files, remove_folder
@@ -43,6 +44,11 @@ _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 _STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
 UNFINISHED, _ABOUT = "unfinished.", "about.json"
 FROZEN = "frozen"
+
+
+def count_kept(cfg: TrainConfig) -> int:
+    """Return how many checkpoints stay in the folder of a run between two saves."""
+    return cfg.checkpoint_keep
 
 
 class Checkpoints:

@@ -37,6 +37,7 @@ from moezoo.training.loop import Loop
 from moezoo.training.metrics import read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import flatten, list_changes, list_rate_change, read_batch_count, run_settings
+from moezoo.training.room import check_disk, check_memory
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
 from moezoo.training.starting import check_tokens, describe_start
@@ -81,6 +82,7 @@ class _Prepared(NamedTuple):
     batches_read: int
     seen: dict[str, int]
     changed: list[str]
+    warnings: list[str]
 
 
 def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
@@ -140,8 +142,8 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
     ]
 
     with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
-        lost = [("warning:", line) for line in prepared.epochs.warnings()]
-        report.print_lines([*summary, ("run_dir", str(run.path)), *lost])
+        warnings = [("warning:", line) for line in prepared.warnings]
+        report.print_lines([*summary, ("run_dir", str(run.path)), *warnings])
         started = RunStart(run.path, as_mapping(run_settings(cfg)), summary, history)
         writers = [run.log, *make_writers(cfg, on_row, started)]
         try:
@@ -222,12 +224,17 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     if before is not None:  # it computes, so JAX has to have its devices
         changed += list_rate_change(cfg, before.about["config"], before.step)
     step = build_step(cfg, execution)
+    warnings = check_memory(step) if cfg.steps else []
+    if distributed.is_first():
+        with writing_to("run_dir", folder):
+            check_disk(cfg, step, folder)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
     seen = {} if before is None else before.about["loader"].get("seen", {})
     epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
-    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, seen, changed)
+    warnings += epochs.warnings()
+    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, seen, changed, warnings)
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:
