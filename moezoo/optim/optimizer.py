@@ -103,8 +103,8 @@ class Optimizer:
         rate: Float[Array, ""],
         norm: Float[Array, ""],
         choose: Choose = newest,
-    ) -> tuple[PyTree, Any]:
-        """Return the parameters and the state that stay, as `choose` says.
+    ) -> tuple[PyTree, Any, PyTree]:
+        """Return the parameters and the state that stay, as `choose` says, and what was subtracted, in float32.
 
         `norm` is the global norm of `gradients`, by which they are clipped.
         """
@@ -119,5 +119,6 @@ class Optimizer:
                     self._part(group, gradients), state[group.name], self._part(group, parameters), choose
                 )
             updates.append(jax.tree.map(lambda u: rate * u.astype(jnp.float32), update))
-        new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, eqx.combine(*updates))
-        return choose(new, parameters), new_state
+        changes = eqx.combine(*updates)
+        new = jax.tree.map(lambda p, u: (p.astype(jnp.float32) - u).astype(p.dtype), parameters, changes)
+        return choose(new, parameters), new_state, changes

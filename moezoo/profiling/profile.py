@@ -46,6 +46,7 @@ _PARTS = {
     "gradient_sums": "optimizer",
     "gradient_norm": "optimizer",
     "optimizer": "optimizer",
+    "rounding": "optimizer",
     "layers": "other",
 }
 _COLLECTIVES, _WAITING, _COPIES, _IDLE = "collectives", "waiting in collectives", "copies", "no operation"

@@ -1,5 +1,7 @@
 """Sum gradients over devices, and compute their norm, inside `shard_map`."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,11 +48,24 @@ def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[
     of these devices counts it.
     """
     total = none = vary(jnp.zeros(()), axes)
-    first = {axis: lax.axis_index(axis) == 0 for axis in axes}
+    first = first_of(axes)
     for gradient, placement in zip(jax.tree.leaves(gradients), jax.tree.leaves(placements), strict=True):
         squares = vary(on_cpu(_sum_in_halves, jnp.sum, lax.square(gradient.astype(jnp.float32))), axes)
-        for axis in axes:
-            if axis not in placement.mesh_axes:
-                squares = lax.select(vary(first[axis], axes), squares, none)
-        total += squares
+        total += on_first(squares, placement, first, none)
     return jnp.sqrt(psum(total, axes))
+
+
+def first_of(axes: MeshAxes) -> dict[str, Array]:
+    """Return for each axis whether this device is the first along it."""
+    return {axis: lax.axis_index(axis) == 0 for axis in axes}
+
+
+def on_first(value: Array, placement: Placement, first: Mapping[str, Array], none: Array) -> Array:
+    """Return `value`, and `none` on all but the first of the devices that have the same numbers of a parameter.
+
+    A sum over all axes of `first`, which value and none vary over, then has it once.
+    """
+    for axis, is_first in first.items():
+        if axis not in placement.mesh_axes:
+            value = lax.select(vary(is_first, tuple(first)), value, none)
+    return value

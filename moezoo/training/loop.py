@@ -18,6 +18,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source
 from moezoo.data.epochs import Epochs
 from moezoo.errors import UserError
+from moezoo.host import in_units
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
@@ -31,9 +32,11 @@ from moezoo.training.initial import as_saved_pieces
 from moezoo.training.profiler import Profiler, naming_operations
 from moezoo.training.progress import Progress
 from moezoo.training.resume import describe_run, loader_state
+from moezoo.training.rounding import COUNTED_STEPS, as_counts
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import CompiledStep, Metrics, State, Step, check_shardings
 from moezoo.training.waiting import Waiting
+from moezoo.typed import counted
 
 # The picture of expert load averages this many logged steps.
 _LOAD_ROWS = 10
@@ -107,6 +110,7 @@ class Loop:
         self.loads: list[np.ndarray] = []
         self._epochs, self.seen = epochs, collections.Counter(seen)
         self._source, self._clock, self._saved_at = source, clock, 0.0
+        self._lost = np.zeros(2, np.int64)
         self._evaluator = Evaluator(step.blueprint.shapes, source, cfg, execution)
 
     def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
@@ -156,6 +160,7 @@ class Loop:
                 )
                 progress.step(number)
                 self._check_skipped(number, metrics, progress)
+                self._check_rounding(number - start, metrics, progress, last=number == cfg.steps)
                 last = number == cfg.steps
                 evaluate = last or (cfg.eval_every > 0 and number % cfg.eval_every == 0)
                 if evaluate:
@@ -275,6 +280,20 @@ class Loop:
             raise UserError(
                 f"steps {number - in_a_row + 1} to {number} were all skipped (loss {loss:.4g}, gradient norm "
                 f"{norm:.4g}); {how} with a lower learning rate, or with other limits in guard"
+            )
+
+    def _check_rounding(self, done: int, metrics: Metrics, progress: Progress, *, last: bool) -> None:
+        """After the first steps, of which `done` are done, say if rounding undid most changes of parameters."""
+        if metrics.lost is None or done > COUNTED_STEPS:
+            return
+        self._lost += as_counts(metrics.lost)
+        changed, lost = self._lost.tolist()
+        if (done == COUNTED_STEPS or last) and 2 * lost > changed:
+            now, then = (in_units(sum(each.values())) for each in (self.step.memory, self.step.memory_in("float32")))
+            progress.print(
+                f"warning: rounding to {self.cfg.execution.param_dtype} undid {lost / changed:.0%} of the changes that "
+                f"the first {counted(done, 'step')} made to parameters; a new run with execution.param_dtype=float32 "
+                f"keeps them, with {then} of parameters, gradients and optimizer state per device in place of {now}"
             )
 
 

@@ -20,7 +20,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from moezoo.data import Batch
 from moezoo.host import give_back_freed_memory
@@ -40,6 +41,7 @@ from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
 from moezoo.training.loss import losses
+from moezoo.training.rounding import count_lost
 
 
 class State(NamedTuple):
@@ -59,7 +61,9 @@ class Metrics(NamedTuple):
     - `gradient_norm`: before clipping;
     - `learning_rate`: as used in this step;
     - `balance`, `dropped`, `load`: how evenly experts are used; assignments lost, and made, over all micro-steps;
-    - `skipped`, `skipped_in_a_row`: steps skipped in the run so far, and since the last accepted one.
+    - `skipped`, `skipped_in_a_row`: steps skipped in the run so far, and since the last accepted one;
+    - `lost`: changes that rounding undid (`moezoo.training.rounding.count_lost`), none in a skipped step; None where
+      trained parameters are float32.
     """
 
     loss: Float[Array, ""]
@@ -72,6 +76,7 @@ class Metrics(NamedTuple):
     load: Int[Array, "layer experts"]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
+    lost: UInt32[Array, "2 2"] | None
 
 
 class _Sums(NamedTuple):
@@ -229,7 +234,15 @@ class Step:
     @property
     def memory(self) -> dict[str, int]:
         """What a device holds for a whole step, activations aside -> the bytes of it."""
-        (model, moments, *_), placements = self.arguments[0], self.placements
+        return self._memory(*self.arguments[0][:2])
+
+    def memory_in(self, dtype: DTypeLike) -> dict[str, int]:
+        """Return what `memory` would be with parameters of `dtype`."""
+        model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), self.blueprint.shapes)
+        return self._memory(model, jax.eval_shape(self.optimizer.init, eqx.filter(model, self.trained)))
+
+    def _memory(self, model: LanguageModel, moments: PyTree) -> dict[str, int]:
+        placements = self.placements
         learning = (eqx.filter(tree, self.trained) for tree in (model, placements.model))
         return {
             "parameters": local_bytes(model, placements.model),
@@ -261,7 +274,8 @@ class Step:
         guard = state.guard.after(accepted, loss, norm)
         choose = functools.partial(select, accepted)
         with jax.named_scope("optimizer"):
-            parameters, moments = optimizer.update(gradients, state.optimizer, parameters, rate, norm, choose)
+            new, moments, changes = optimizer.update(gradients, state.optimizer, parameters, rate, norm, choose)
+        lost = count_lost(parameters, changes, placements, execution.live_axes)
         metrics = Metrics(
             loss=loss,
             load_balance_loss=sums.load_balance_loss,
@@ -273,10 +287,11 @@ class Step:
             load=sums.load,
             skipped=guard.skipped,
             skipped_in_a_row=guard.in_a_row,
+            lost=None if lost is None else choose(lost, jnp.zeros_like(lost)),
         )
-        after = eqx.combine(parameters, buffers).after_step(sums.load)
+        after = eqx.combine(new, buffers).after_step(sums.load)
         buffers = choose(eqx.filter(after, self.trained, inverse=True), buffers)
-        return State(eqx.combine(parameters, buffers), moments, guard, state.step + 1), metrics
+        return State(eqx.combine(new, buffers), moments, guard, state.step + 1), metrics
 
     @functools.cached_property
     def traced(self) -> "jax.stages.Traced":

@@ -86,7 +86,7 @@ class Updated:
         states = jax.tree.map(lambda p: p.spec, optimizer.placements(self.parameters, kept))
 
         def update(parameters: Any, state: Any, gradient: Any) -> Any:
-            return optimizer.update(gradient, state, parameters, jnp.float32(RATE), jnp.float32(1))
+            return optimizer.update(gradient, state, parameters, jnp.float32(RATE), jnp.float32(1))[:2]
 
         mapped = jax.jit(
             jax.shard_map(update, mesh=execution.mesh, in_specs=(specs, states, specs), out_specs=(specs, states))

@@ -77,7 +77,7 @@ def run(optimizer: Optimizer, parameters: Any, select: Any = lambda tree: tree) 
     def update(every: Any, state: Any, some: Any, number: Any) -> Any:
         return optimizer.update(
             select(every), state, some, optimizer.rate(number, optimizer.pace), optax.tree.norm(every)
-        )
+        )[:2]
 
     state = jax.jit(optimizer.init)(some)
     for number in range(STEPS):

@@ -83,10 +83,10 @@ class GradientRecorder(Optimizer):
 
     def update(
         self, gradients: Any, state: Any, parameters: Any, rate: Any, norm: Any, choose: Any = newest
-    ) -> tuple[Any, Any]:
-        """Return the new parameters, and the gradient and the new state."""
-        parameters, new = self._recorded.update(gradients, state.optimizer, parameters, rate, norm, choose)
-        return parameters, Recorded(choose(gradients, state.gradients), new)
+    ) -> tuple[Any, Any, Any]:
+        """Return the new parameters, the gradient and the new state, and the changes."""
+        parameters, new, changes = self._recorded.update(gradients, state.optimizer, parameters, rate, norm, choose)
+        return parameters, Recorded(choose(gradients, state.gradients), new), changes
 
 
 def batch_shapes(micro_steps: int, rows: int = ROWS, length: int = LENGTH) -> Batch:

@@ -90,6 +90,8 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         rest = tuple(axis for axis in run.tokens if axis not in array.mesh_axes)
         part("gradient_sums", "O", 1)("O", "psum", rest, array.layers * array.local, run.reduce_width)
     part("gradient_norm", "O", 1)("O", "psum", tuple(run.mesh), 1, FLOAT32)
+    if any(a.learns and a.narrow for a in arrays):
+        part("rounding", "O", 1)("O", "psum", tuple(run.mesh), 4, INT32)  # two counts of two parts
     if hasattr(config.optimizer, "orthogonal_dtype"):
         muon(part("optimizer/orthogonalise", "O", 1), run, config.optimizer, arrays)
     return table
@@ -158,6 +160,7 @@ class Array(NamedTuple):
     layers: int
     width: int  # bytes of a number that is gathered
     learns: bool
+    narrow: bool  # stored in fewer bits than float32
     stored: list[MeshAxes]  # for each dimension, the mesh axes that it is stored over
     gathered: list[MeshAxes]  # ... and those of them that it is gathered over in its layer
     shared: MeshAxes  # the mesh axes along which each device takes one of its key-value heads
@@ -185,7 +188,7 @@ def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Arra
     width = array.dtype.itemsize if role == "part" else min(array.dtype.itemsize, run.width)
     mesh_axes = tuple(axis for over in stored for axis in over)
     where = stored, gathered, shared, tuple(whole - own), mesh_axes, math.prod(shape) // run.ways(mesh_axes)
-    return Array(path, role, axes, shape, layers, width, learns, *where)
+    return Array(path, role, axes, shape, layers, width, learns, array.dtype.itemsize < 4, *where)
 
 
 # Weights: docs/appendix/collectives.md

@@ -1,0 +1,146 @@
+"""Changes that rounding undoes: counted exactly on tiny arrays, in whole steps against what they changed, and said."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from meshes import auto_mesh
+from traffic_oracle import step_traffic
+from training_runs import steps_only, train_and_print
+
+import moezoo
+from moezoo.config.build import build_execution
+from moezoo.data import Batch
+from moezoo.parallel.traces import collective_traffic
+from moezoo.training import rounding
+from moezoo.training.build import build_state, build_step
+from moezoo.training.rounding import as_counts, count_lost
+
+AXES = ("one", "two")
+
+
+class Stored:
+    """How an array is split: over these mesh axes along its first dimension."""
+
+    def __init__(self, *axes: str):
+        self.mesh_axes = axes
+
+
+def test_counts_by_hand():
+    """In bfloat16 the neighbours of 1 are 1 - 2^-8 and 1 + 2^-7; a change of half of the way to a neighbour is lost."""
+    start = jnp.ones(8, jnp.bfloat16)
+    changes = np.float32([0, 2**-9, -(2**-8), 2**-9 + 2**-20, -(2**-8) - 2**-20, 1, 2**-24, 2**-26])
+    counted = jax.jit(lambda p, c: count_lost([p], [c], [Stored()], ()))(start, changes)
+    # No change in float32: the first and the last. Lost: halves, which are ties to the even 1, and 2^-24.
+    assert as_counts(counted) == (6, 3)
+
+
+def test_arrays_of_every_rank_on_a_mesh_against_numpy():
+    """Each number counts once, also where several devices store it; float32 arrays do not count."""
+    rng, mesh = np.random.default_rng(0), auto_mesh(one=2, two=4)
+    arrays = {"both": (8, 3, 2, 5), "one": (4, 6), "two": (4, 3, 2), "none": (5,), "number": ()}
+    stored = {name: (AXES if name == "both" else (name,) if name in AXES else ()) for name in arrays}
+    parameters = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in arrays.items()}
+    changes = {
+        name: (rng.normal(size=shape) * np.exp(-9 * rng.random(shape))).astype(np.float32)
+        for name, shape in arrays.items()
+    }
+    changes["one"][0] = 0
+    before = {name: x.astype(np.float32) for name, x in parameters.items()}
+    after = {name: before[name] - changes[name] for name in arrays}
+    changed = sum(int((after[n] != before[n]).sum()) for n in arrays)
+    moved = sum(int((after[n].astype(ml_dtypes.bfloat16) != parameters[n]).sum()) for n in arrays)
+    assert 0 < moved < changed - 20
+    wide = {"wide": np.ones(3, np.float32)}
+    specs = {name: PartitionSpec(axes or None) if arrays[name] else PartitionSpec() for name, axes in stored.items()}
+    specs |= {"wide": PartitionSpec()}
+    placements = {name: Stored(*axes) for name, axes in stored.items()} | {"wide": Stored()}
+    count = lambda p, c: count_lost(p, c, placements, AXES)  # noqa: E731
+    mapped = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec()))
+    assert as_counts(mapped(parameters | wide, changes | wide)) == (changed, changed - moved)
+
+
+def test_counts_above_32_bits(monkeypatch):
+    """With parts of four bits in place of 16, several carries are needed within a stack, between arrays and devices."""
+    monkeypatch.setattr(rounding, "_BITS", 4)
+    mesh, size = auto_mesh(one=8), 37
+    start = [jnp.ones((8, 11, 3, size), jnp.bfloat16), jnp.ones((8, 7), jnp.bfloat16)]
+    changes = [jnp.full(x.shape, 2.0**-10, jnp.float32) for x in start]
+    count = lambda p, c: count_lost(p, c, [Stored("one")] * 2, ("one",))  # noqa: E731
+    mapped = jax.shard_map(count, mesh=mesh, in_specs=PartitionSpec("one"), out_specs=PartitionSpec())
+    counted = jax.jit(mapped)(start, changes)
+    assert (np.asarray(counted)[:, 1] < 16).all()
+    assert as_counts(counted) == (8 * (11 * 3 * size + 7),) * 2
+
+
+def one_step(*words: str) -> tuple[Any, Any, Any, Any]:
+    """Return the step, the model before and after one step on random tokens, and its metrics."""
+    cfg = moezoo.compose(*words, "execution.param_dtype=bfloat16", "seed=3")
+    execution = build_execution(cfg)
+    step = build_step(cfg, execution)
+    state = build_state(cfg, execution, step)
+    before = jax.tree.map(np.asarray, state.model)
+    shape = step.arguments[1].tokens.shape
+    tokens = np.random.default_rng(0).integers(0, 32, shape).astype(np.int32)
+    ones, places = np.ones_like(tokens), np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+    batch = Batch(*map(jax.device_put, (tokens, tokens, ones, places), step.batch_shardings))
+    state, metrics = step.compile()(state, batch)
+    return step, before, jax.tree.map(np.asarray, state.model), metrics
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mesh=fsdp2_ep4 optimizer=muon execution.microbatches=2 batch_size=16",
+        "mesh=ep8 optimizer=adamw adapter=lora adapter.rank=2 trained=[.embedding.weight]",
+        "mesh=ep8 optimizer=sgd optimizer.learning_rate=0.1 frozen=['.stacks[0].*experts*']",
+    ],
+)
+def test_a_step_moves_what_it_changes_and_does_not_lose(tiny, words):
+    """What differs after the step is, to the number, what changed in float32 and was not lost; pairs are float32."""
+    step, before, after, metrics = one_step(*tiny, *words.split())
+    changed, lost = as_counts(metrics.lost)
+    trained = [eqx.filter(model, step.trained) for model in (before, after)]
+    pairs = [(a, b) for a, b in zip(*map(jax.tree.leaves, trained), strict=True) if a.dtype == ml_dtypes.bfloat16]
+    moved, total = sum(int((a != b).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
+    assert changed - lost == moved
+    learns = {jax.tree_util.keystr(path) for path, yes in jax.tree_util.tree_leaves_with_path(step.trained) if yes}
+    wanted = step_traffic(moezoo.compose(*tiny, *words.split()), step.blueprint.shapes, trained=learns.__contains__)
+    assert collective_traffic(step.traced.jaxpr).outline(2) == wanted
+    assert 0 < lost < changed <= total
+    assert moved > 0
+
+
+def test_a_skipped_step_changes_nothing(tiny):
+    *_, metrics = one_step(*tiny, "optimizer=sgd", "optimizer.learning_rate=0.1", "model.init_std=1e30")
+    assert int(metrics.skipped) == 1
+    assert as_counts(metrics.lost) == (0, 0)
+
+
+def test_a_run_says_once_that_weights_do_not_move(tiny, monkeypatch):
+    """After the first steps of a run, or its last; not at a rate that moves weights, and not in float32."""
+    monkeypatch.setattr("moezoo.training.loop.COUNTED_STEPS", 2)
+    words = (*tiny, "mesh=ep8", "schedule.warmup_steps=0", "execution.param_dtype=bfloat16")
+
+    def warnings(*more: str) -> tuple[list[str], list[str]]:
+        with steps_only():
+            _, lines = train_and_print(*words, *more)
+        return [line for line in lines if "param_dtype=float32" in line], lines
+
+    ((line,), lines) = warnings("optimizer.learning_rate=2e-5", "steps=3")
+    assert line.startswith("warning: rounding to bfloat16 undid ")
+    assert "first 2 steps" in line
+    assert lines.index(line) < next(n for n, each in enumerate(lines) if each.startswith("step 2/3"))
+    cfg = moezoo.compose(*words, "execution.param_dtype=float32", "optimizer.learning_rate=2e-5", "steps=1")
+    wide = build_step(cfg, build_execution(cfg))
+    assert f"with {moezoo.host.in_units(sum(wide.memory.values()))} of parameters" in line
+    assert wide.arguments[0].model is not None
+    assert jax.eval_shape(wide.function, *wide.arguments)[1].lost is None
+    ((line,), _) = warnings("optimizer.learning_rate=2e-5", "steps=1")
+    assert "first 1 step " in line
+    assert warnings("optimizer.learning_rate=0.01", "steps=2")[0] == []
