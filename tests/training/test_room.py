@@ -78,7 +78,7 @@ def test_a_model_with_layers_of_others_has_no_prediction(tiny, monkeypatch):
 
 
 def test_a_run_is_refused_before_it_writes(tiny, tmp_path, monkeypatch):
-    words = (*tiny, "mesh=ep8", "steps=1", f"run_dir={tmp_path}/run")
+    words = (*tiny, "mesh=ep8", "steps=2", f"run_dir={tmp_path}/run")
     cfg = moezoo.compose(*words)
     needed = 8 * step_footprint(build_step(cfg, build_execution(cfg))).peak
     monkeypatch.setattr(memory, "free_memory", lambda: needed // 2)

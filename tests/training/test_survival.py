@@ -220,13 +220,18 @@ def test_kills_signals_and_flipped_bits(kills, others, tmp_path, capsys):
 
 @pytest.mark.newer
 def test_a_full_disk(copy, whole, tmp_path):
-    """A separate file system without room for another checkpoint: the run ends, and the previous one is complete."""
+    """A separate file system without room for another checkpoint: a run does not begin.
+
+    One that began while there was room ends, and the previous checkpoint is complete.
+    """
     shutil.rmtree(copy / "checkpoints" / "12")
-    train = shlex.join([sys.executable, str(TRAIN), "resume=disk/copy"])
+    refused = shlex.join([sys.executable, str(TRAIN), "resume=disk/copy"])
+    began = "import moezoo.training.train as t; t.check_disk = lambda *_: None; from moezoo.cli import run_script; "
+    train = shlex.join([sys.executable, "-c", f"{began}run_script('train')", "resume=disk/copy"])
     # Leave 64 kB for the other files of a run; a checkpoint is larger.
     fill = "cp -r copy disk && head -c $(($(stat -f -c '%a * %S' disk) - 65536)) /dev/zero > disk/full"
     mount = f"mkdir disk && mount -t tmpfs -o size=16m none disk && {fill}"
-    script = f"{mount} && {{ {train}; code=$?; cp -r disk/copy after; exit $code; }}"
+    script = f"{mount} && {{ {refused}; {train}; code=$?; cp -r disk/copy after; exit $code; }}"
     done = subprocess.run(
         ["unshare", "--mount", "--map-root-user", "bash", "-c", script],
         cwd=tmp_path,
@@ -236,9 +241,10 @@ def test_a_full_disk(copy, whole, tmp_path):
     )
     assert done.returncode == 2, done
     checkpoints = f"{tmp_path}/disk/copy/checkpoints"
-    assert done.stderr.startswith(f"error: {checkpoints}: a checkpoint could not be written (no space left on the ")
-    assert done.stderr.endswith("step 8\n")
-    assert done.stderr.count("\n") == 1
+    before, after = done.stderr.splitlines()
+    assert before.startswith(f"error: run_dir={tmp_path}/disk/copy: checkpoints need "), before
+    assert after.startswith(f"error: {checkpoints}: a checkpoint could not be written (no space left on the ")
+    assert after.endswith("step 8")
     assert steps(tmp_path / "after" / "checkpoints") == [8]
     assert_same(moezoo.train(moezoo.compose(f"resume={tmp_path}/after")), whole)
 
