@@ -51,7 +51,8 @@ def global_norm(gradients: PyTree, placements: PyTree, axes: MeshAxes) -> Float[
     first = first_of(axes)
     for gradient, placement in zip(jax.tree.leaves(gradients), jax.tree.leaves(placements), strict=True):
         squares = vary(on_cpu(_sum_in_halves, jnp.sum, lax.square(gradient.astype(jnp.float32))), axes)
-        total += on_first(squares, placement, first, none)
+        squares = on_first(squares, placement, first, none)
+        total += squares
     return jnp.sqrt(psum(total, axes))
 
 

@@ -39,7 +39,7 @@ class Stored:
 def test_counts_by_hand():
     """In bfloat16 the neighbours of 1 are 1 - 2^-8 and 1 + 2^-7; a change of half of the way to a neighbour is lost."""
     start = jnp.ones(8, jnp.bfloat16)
-    changes = np.float32([0, 2**-9, -(2**-8), 2**-9 + 2**-20, -(2**-8) - 2**-20, 1, 2**-24, 2**-26])
+    changes = np.array([0, 2**-9, -(2**-8), 2**-9 + 2**-20, -(2**-8) - 2**-20, 1, 2**-24, 2**-26], np.float32)
     counted = jax.jit(lambda p, c: count_lost([p], [c], [Stored()], ()))(start, changes)
     # No change in float32: the first and the last. Lost: halves, which are ties to the even 1, and 2^-24.
     assert as_counts(counted) == (6, 3)
