@@ -86,7 +86,8 @@ def step_footprint(step: Step) -> Footprint:
     tokens = rows * length // execution.ways(inside.token_axes)  # of a micro-batch
     steps = count // execution.micro_batches
     stored = local_bytes(step.arguments[0], step.placements)
-    counters = stored - held["parameters"] - held["optimizer state"]
+    pace = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.arguments[2:]))
+    counters = stored - held["parameters"] - held["optimizer state"] + pace
     arguments = (
         *(Term(name, held[name]) for name in ("parameters", "optimizer state")),
         Term("batch and counters", 4 * 4 * own * tokens * steps + counters),
