@@ -202,14 +202,15 @@ def remove_beyond(folder: Path, step: int) -> None:
 def read_about(folder: Path, step: int) -> dict[str, Any]:
     """Compare every file of a checkpoint with its checksum, and return its about.json.
 
-    Raises `UserError` if the checkpoint has another format, is damaged or is not moezoo's. In the last two cases the
-    message names the newest older checkpoint that is complete.
+    Raises `UserError` if the checkpoint has another format, is damaged or is not moezoo's, or is removed meanwhile. If
+    it is damaged or not moezoo's, the message names the newest older checkpoint that is complete.
     """
     try:
         return _verify(folder / str(step))
     except _OtherFormatError:
         raise
     except UserError as error:
+        check_kept(folder / str(step))
         for older in reversed([s for s in steps(folder) if s < step]):
             try:
                 _verify(folder / str(older))
@@ -217,6 +218,15 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
                 continue
             raise UserError(f"{error}; step {older} is complete: {folder / str(older)}") from None
         raise UserError(f"{error}; no older one is complete") from None
+
+
+def check_kept(checkpoint: Path) -> None:
+    """Raise `UserError` if a checkpoint that was there has been removed while it was read."""
+    if int(checkpoint.name) not in steps(checkpoint.parent):
+        raise UserError(
+            f"{checkpoint} was removed while it was read: a run trains there, and keeps its newest checkpoints "
+            "(checkpoint_keep); try again"
+        )
 
 
 class _OtherFormatError(UserError):
@@ -302,6 +312,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
                 wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
                 restored[name] = reader.restore(absolute(where), args=wanted)[name]
             except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
+                check_kept(folder / str(step))
                 raise UserError(f"{where / name} cannot be read ({_shorten(error)})") from None
     if FROZEN in restored:
         restored["model"] = eqx.combine(restored["model"], restored.pop(FROZEN))
