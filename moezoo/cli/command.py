@@ -176,6 +176,21 @@ class _Alone:
     leave = staticmethod(lambda code: None)
 
 
+def _import_distributed() -> Any:
+    """Return `moezoo.parallel.distributed`, which imports JAX; exit with one line where a variable prevents that."""
+    try:
+        from moezoo.parallel import distributed
+    except ValueError as error:  # JAX reads the variables of its settings while it is imported
+        names = [name for name in os.environ if name.startswith("JAX_")]
+        if not names:
+            raise
+        said = str(error).splitlines()[0]
+        named = [name for name in names if name in said] or names
+        shown = ", ".join(f"{name}={show(os.environ[name])}" for name in named)
+        refuse(UserError(f"{shown}: JAX cannot be imported ({said}); correct or unset it"))
+    return distributed
+
+
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     """Print the help of `command` or versions if asked, otherwise run it; exit with its code.
 
@@ -197,7 +212,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     if getattr(command, "alone", False):
         distributed: Any = _Alone
     else:
-        from moezoo.parallel import distributed
+        distributed = _import_distributed()
     # To the end of the process, as are filters that a task sets: Python also warns of what it collects at exit.
     warnings.showwarning = _print_warning
     try:

@@ -216,6 +216,16 @@ def test_a_command_prints_in_any_encoding_and_needs_no_home():
     assert r"\u2500\u2500" in done.stdout
 
 
+def test_a_variable_of_jax_that_it_cannot_read():
+    """JAX reads them while it is imported."""
+    command = [sys.executable, "-m", "moezoo", "generate", "folder=x", "prompt=1"]
+    settings = {**os.environ, "JAX_DEBUG_NANS": "maybe", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: JAX_DEBUG_NANS=maybe: JAX cannot be imported (")
+    assert done.stderr.count("\n") == 1
+
+
 MISTYPED = {
     "evaluat": "moezoo evaluat: no such command; did you mean 'evaluate'?",
     "train modl=mixtral": "modl: there is no key 'modl'; did you mean 'model'?",
