@@ -176,6 +176,13 @@ class _Alone:
     leave = staticmethod(lambda code: None)
 
 
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current folder cannot be read ({error.strerror}); change to one that exists") from None
+
+
 def _import_distributed() -> Any:
     """Return `moezoo.parallel.distributed`, which imports JAX; exit with one line where a variable prevents that."""
     try:
@@ -205,6 +212,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     asked = "--help" in arguments or "-h" in arguments
     try:
+        _check_current_folder()
         if not asked:
             command.check(arguments, prog)
     except UserError as error:

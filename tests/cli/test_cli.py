@@ -226,6 +226,18 @@ def test_a_variable_of_jax_that_it_cannot_read():
     assert done.stderr.count("\n") == 1
 
 
+def test_a_current_folder_that_was_removed(tmp_path):
+    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from moezoo.cli import main; main()"
+    (tmp_path / "gone").mkdir()
+    command = [sys.executable, "-c", code, "generate", "folder=x", "prompt=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path / "gone")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "error: the current folder cannot be read (No such file or directory); change to one that exists\n"
+    )
+
+
 MISTYPED = {
     "evaluat": "moezoo evaluat: no such command; did you mean 'evaluate'?",
     "train modl=mixtral": "modl: there is no key 'modl'; did you mean 'model'?",
