@@ -27,6 +27,13 @@ VERSION = "--version"
 
 # How stdout may be set to treat characters that its encoding lacks: by an error, in two ways.
 _FAILING = ("strict", "surrogateescape")
+_CACHE = re.compile("Error (writing|reading) persistent compilation cache entry")
+_warned: set[str] = set()  # of which of both
+# What any part of a command may run into.
+_LIMITS = {
+    errno.ENOSPC: "no space left where the output goes",
+    errno.EMFILE: "too many open files for the limit of this process; raise it with ulimit -n",
+}
 Task = Callable[[Sequence[str]], int | None]
 
 
@@ -233,8 +240,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     except BrokenPipeError:
         code = drop_output()
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"{distributed.name()}error: no space left where the output goes", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            print(f"{distributed.name()}error: {_LIMITS[error.errno]}", file=sys.stderr)
             code = 2
         elif distributed.several():
             traceback.print_exc()
@@ -275,8 +282,23 @@ def refuse(error: UserError) -> NoReturn:
 
 def _print_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
     """Print a warning on one line; a warning of a library also names its source."""
+    if found := _CACHE.match(str(message)):
+        # JAX warns of every program. It writes no entry anew that is there, also if it was cut.
+        if (what := found[1]) not in _warned:
+            _warned.add(what)
+            print(f"warning: {_describe_cache(what, str(message).rpartition(': ')[2])}", file=sys.stderr)
+        return
     where = "" if category is UserWarning else f" ({category.__name__}, {filename}:{lineno})"
     print(f"warning: {message}{where}", file=sys.stderr)
+
+
+def _describe_cache(what: str, reason: str) -> str:
+    from moezoo.parallel.cache import SETTINGS
+
+    folder = SETTINGS.jax_compilation_cache_dir
+    if what == "writing":
+        return f"{folder}: compiled programs cannot be kept ({reason}); make room there, or set cache_dir"
+    return f"{folder}: some compiled programs cannot be read ({reason}) and are compiled again; remove this folder"
 
 
 def _typed_choices(message: str, arguments: Sequence[str]) -> str:

@@ -8,10 +8,12 @@ import platform
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+from moezoo.cli import command
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
 from moezoo.cli.console import COMMANDS
 from moezoo.config.compose import as_mapping, compose, compose_onto
@@ -236,6 +238,25 @@ def test_a_current_folder_that_was_removed(tmp_path):
         done.stderr
         == "error: the current folder cannot be read (No such file or directory); change to one that exists\n"
     )
+
+
+def test_a_cache_that_fails_is_one_line(call, monkeypatch):
+    monkeypatch.setattr(command, "_warned", set())
+
+    def task(_):
+        for action, name in itertools.product(("writing", "reading"), "abc"):
+            text = f"Error {action} persistent compilation cache entry for '{name}': OSError: [Errno 28] full"
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn(text, stacklevel=1)
+
+    code, out, err = call(task=task)
+    assert (code, out) == (0, "")
+    writing, reading = err.splitlines()
+    for line, words in ((writing, "cannot be kept"), (reading, "cannot be read")):
+        assert line.startswith("warning: ")
+        assert "([Errno 28] full)" in line
+        assert words in line
 
 
 MISTYPED = {

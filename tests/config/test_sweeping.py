@@ -84,5 +84,6 @@ def test_a_quoted_path_is_read_as_it_is():
         with pytest.raises(UserError) as caught:
             read([f"run_dir=[{path}"])
         typed = str(caught.value).partition("quote it twice: ")[2]
+        assert typed.isprintable()
         shell = subprocess.run(["bash", "-c", f"printf %s {typed}"], capture_output=True, check=True)
         assert read([os.fsdecode(shell.stdout)]).changes == {"run_dir": f"[{path}"}

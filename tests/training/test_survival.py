@@ -279,6 +279,55 @@ def test_python_does_not_warn_of_writes_that_a_failed_save_leaves():
     assert not [line for line in others if "write_fragment" in line or "async_serialize" in line]
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOSPC, "no space left"),
+        (errno.EIO, "Input/out"),
+    ],
+)
+def test_the_reason_of_a_failed_save_is_not_cut_off(tmp_path, monkeypatch, number, words):
+    """It stands at the end of a long line of a library, which names the file first."""
+    where = f'OUT_OF_RANGE: Error writing "{"a" * 100}" at local file "{"b" * 200}"'
+    line = f"{where} [OS error {number}: {os.strerror(number)}]"
+
+    def fail() -> None:
+        raise ValueError(f"{line}\nmore")
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, 4)
+    monkeypatch.setattr(checkpoints._orbax, "wait_until_finished", fail)
+    state = {"model": {"a": np.zeros(1, np.float32)}}
+    with pytest.raises(moezoo.UserError, match=rf"checkpoint could not be written \(.*{words}.*\); there is no"):
+        checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
+
+
+@pytest.mark.newer
+def test_few_open_files_and_small_files(tiny, tmp_path):
+    """The reason stands somewhere in a long line of a library, which names the file first."""
+    code = """
+import resource, sys
+kind, most, *sys.argv = sys.argv[1:]
+from moezoo.training import loop
+train = loop.Loop.train
+def limited(*arguments):
+    resource.setrlimit(getattr(resource, kind), (int(most), int(most)))
+    return train(*arguments)
+loop.Loop.train = limited
+from moezoo.cli import run_script
+run_script("train")
+"""
+    for kind, most, words in (("RLIMIT_NOFILE", 24, "ulimit -n"), ("RLIMIT_FSIZE", 20_000, "ulimit -f")):
+        command = [sys.executable, "-c", code, kind, str(most), "train", *tiny, "steps=1", "schedule.warmup_steps=0"]
+        command += ["mesh=single", f"run_dir={tmp_path}/{kind}", "cache_dir=null"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith("error: "), done.stderr
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
     """A disk that accepts a part of a row; earlier rows stay readable."""
     log, write = MetricsLog(tmp_path / "metrics.jsonl", [{"step": 1}]), os.write
