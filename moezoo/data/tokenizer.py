@@ -228,7 +228,7 @@ def whole_text(text: str) -> str:
     """
     try:
         return text.encode(errors="surrogateescape").decode()
-    except UnicodeError as error:
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
         raise UserError(
             f"the text is not UTF-8 ({error.reason} at {error.start}); give UTF-8, and set LC_ALL=C.UTF-8 where "
             "the terminal has another encoding"

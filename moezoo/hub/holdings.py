@@ -376,9 +376,10 @@ class Kept(FewBits):
         if float(np.abs(as_float32(grid)).max()) < _SAFE_SCALE:
             return True
         items = self.files.read(self.few.values).reshape(len(grid), self.few.matrix[0], -1)
-        every = [np.arange(n) for n in self.few.matrix]
+        rows, columns = map(np.arange, self.few.matrix)
         widened = (
-            self.few.encoding(scale).widen(each, *every, self.dtype) for scale, each in zip(grid, items, strict=True)
+            self.few.encoding(scale).widen(each, rows, columns, self.dtype)
+            for scale, each in zip(grid, items, strict=True)
         )
         return all(are_finite(numbers) for numbers in widened)
 
