@@ -11,6 +11,7 @@ from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import LIKE, Chat, read_chat
 from moezoo.data.files import find_files
 from moezoo.data.jsonl import parse_object, read_lines
+from moezoo.data.tokenizer import whole_text
 from moezoo.errors import UserError, locating
 from moezoo.typed import show
 
@@ -42,7 +43,7 @@ def begin_chat(history: str | None, field: str, system: str | None, variables: M
 
 
 def _message(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
+    return {"role": role, "content": whole_text(text)}
 
 
 def _join(chat: Chat, more: Chat) -> Chat:

@@ -27,6 +27,13 @@ VERSION = "--version"
 
 # How stdout may be set to treat characters that its encoding lacks: by an error, in two ways.
 _FAILING = ("strict", "surrogateescape")
+_CACHE = re.compile("Error (writing|reading) persistent compilation cache entry")
+_warned: set[str] = set()  # of which of both
+# What any part of a command may run into.
+_LIMITS = {
+    errno.ENOSPC: "no space left where the output goes",
+    errno.EMFILE: "too many open files for the limit of this process; raise it with ulimit -n",
+}
 Task = Callable[[Sequence[str]], int | None]
 
 
@@ -176,6 +183,28 @@ class _Alone:
     leave = staticmethod(lambda code: None)
 
 
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current folder cannot be read ({error.strerror}); change to one that exists") from None
+
+
+def _import_distributed() -> Any:
+    """Return `moezoo.parallel.distributed`, which imports JAX; exit with one line where a variable prevents that."""
+    try:
+        from moezoo.parallel import distributed
+    except ValueError as error:  # JAX reads the variables of its settings while it is imported
+        names = [name for name in os.environ if name.startswith("JAX_")]
+        if not names:
+            raise
+        said = str(error).splitlines()[0]
+        named = [name for name in names if name in said] or names
+        shown = ", ".join(f"{name}={show(os.environ[name])}" for name in named)
+        refuse(UserError(f"{shown}: JAX cannot be imported ({said}); correct or unset it"))
+    return distributed
+
+
 def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     """Print the help of `command` or versions if asked, otherwise run it; exit with its code.
 
@@ -190,6 +219,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
         sys.stdout.reconfigure(errors="backslashreplace")
     asked = "--help" in arguments or "-h" in arguments
     try:
+        _check_current_folder()
         if not asked:
             command.check(arguments, prog)
     except UserError as error:
@@ -197,7 +227,7 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     if getattr(command, "alone", False):
         distributed: Any = _Alone
     else:
-        from moezoo.parallel import distributed
+        distributed = _import_distributed()
     # To the end of the process, as are filters that a task sets: Python also warns of what it collects at exit.
     warnings.showwarning = _print_warning
     try:
@@ -210,8 +240,8 @@ def execute(command: Command, arguments: Sequence[str], prog: str) -> NoReturn:
     except BrokenPipeError:
         code = drop_output()
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            print(f"{distributed.name()}error: no space left where the output goes", file=sys.stderr)
+        if isinstance(error, OSError) and error.errno in _LIMITS:
+            print(f"{distributed.name()}error: {_LIMITS[error.errno]}", file=sys.stderr)
             code = 2
         elif distributed.several():
             traceback.print_exc()
@@ -252,8 +282,23 @@ def refuse(error: UserError) -> NoReturn:
 
 def _print_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
     """Print a warning on one line; a warning of a library also names its source."""
+    if found := _CACHE.match(str(message)):
+        # JAX warns of every program. It writes no entry anew that is there, also if it was cut.
+        if (what := found[1]) not in _warned:
+            _warned.add(what)
+            print(f"warning: {_describe_cache(what, str(message).rpartition(': ')[2])}", file=sys.stderr)
+        return
     where = "" if category is UserWarning else f" ({category.__name__}, {filename}:{lineno})"
     print(f"warning: {message}{where}", file=sys.stderr)
+
+
+def _describe_cache(what: str, reason: str) -> str:
+    from moezoo.parallel.cache import SETTINGS
+
+    folder = SETTINGS.jax_compilation_cache_dir
+    if what == "writing":
+        return f"{folder}: compiled programs cannot be kept ({reason}); make room there, or set cache_dir"
+    return f"{folder}: some compiled programs cannot be read ({reason}) and are compiled again; remove this folder"
 
 
 def _typed_choices(message: str, arguments: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ def find_devices() -> Iterator[Entry]:
 
 
 _SETTINGS = (
-    ("jax_enable_x64", True, "arrays may become float64, which moezoo is not tested with; unset it"),
+    ("jax_enable_x64", True, "arrays would have 64 bits, which moezoo refuses; unset it"),
     ("jax_disable_jit", True, "operations run one by one, and a step takes minutes; unset it"),
     ("jax_debug_nans", True, "every program is checked for NaN, and runs again if one is found; unset it for speed"),
     ("jax_check_tracer_leaks", True, "tracing is slow; unset it for speed"),

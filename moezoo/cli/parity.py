@@ -26,9 +26,10 @@ class Keys:
 def main(arguments: Sequence[str]) -> int:
     """Compare and print the table; return 1 when a module diverges."""
     from moezoo.hub.parity import compare
-    from moezoo.parallel.mesh import start
+    from moezoo.parallel.mesh import check_precision, start
 
     keys = read(Keys, arguments)
+    check_precision()
     start()
     result = compare(keys.folder, keys.tokens, seed=keys.seed, tolerance=keys.tolerance)
     print(result)

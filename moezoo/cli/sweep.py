@@ -15,7 +15,8 @@ import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config import overrides
 from moezoo.config.options import key, split, take
-from moezoo.config.sweeping import Element, Sweep, expand, quote
+from moezoo.config.overrides import quote
+from moezoo.config.sweeping import Element, Sweep, expand
 from moezoo.errors import UserError
 from moezoo.typed import Range, types_of
 

@@ -170,6 +170,21 @@ def words_of(key: str, text: str) -> list[str]:
     return words
 
 
+def quote(key: str, value: str) -> str:
+    """Return the override that sets a key to a text, whatever it holds."""
+    # A backslash stands for itself, except before a quote.
+    escaped = re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + ("\\" + found[2] if found[2] else ""), value)
+    return f'{key}="{escaped}"'
+
+
+def as_typed(word: str) -> str:
+    """Return what to type in a shell for an argument, on one line."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escape = lambda found: "".join(f"\\x{byte:02x}" for byte in found[0].encode(errors="surrogateescape"))  # noqa: E731
+    return "$'" + "".join(x if x.isprintable() else escape([x]) for x in re.sub(r"([\\'])", r"\\\1", word)) + "'"
+
+
 def is_own(group: str, value: str) -> bool:
     """Whether the value of a key names the user's own entry: a rules file, or the path of one of `PLUGS`."""
     if group == "rules":
@@ -306,8 +321,6 @@ def _parse_values(text: str, known: Mapping[str, list[str]]) -> tuple[str, Overr
         if len(words) > 1 and all("=" in word and _KEY.fullmatch(word.partition("=")[0]) for word in words):
             apart = ", ".join(f'"{show(word)}"' for word in words)
             raise UserError(f"{shown}: expected one KEY=VALUE, found {len(words)}; pass each apart: {apart}") from None
-        quoted = show(f'{key}="{value}"')
-        raise UserError(
-            f"{shown}: the value cannot be read; close its brackets, or quote it twice: '{quoted}'"
-        ) from None
+        quoted = as_typed(quote(key, value))
+        raise UserError(f"{shown}: the value cannot be read; close its brackets, or quote it twice: {quoted}") from None
     return key, parsed

@@ -72,7 +72,7 @@ def find(path: str | Path, key: str) -> tuple[Path, int]:
     folder = run_dir / "checkpoints"
     saved = steps(folder)
     if named != run_dir and int(named.name) not in saved:
-        there = ", ".join(map(str, saved)) or "none"
+        there = ", ".join(str(step) for step in saved if (folder / str(step) / SUMS).exists()) or "none"
         raise UserError(f"{key}={path}: no such checkpoint; there are {there}")
     if not saved and (who := trainer(run_dir)):
         advice = "wait for it to end, or stop it" if key == "resume" else "wait for one"

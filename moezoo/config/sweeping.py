@@ -88,12 +88,6 @@ def expand(words: Sequence[str]) -> Sweep:
     return Sweep(settings, tuple(listed), elements)
 
 
-def quote(key: str, value: str) -> str:
-    """Return the override that sets a key to a text, whatever it holds."""
-    escaped = value.replace('"', '\\"')
-    return f'{key}="{escaped}"'
-
-
 def _shorten(keys: Sequence[str]) -> dict[str, str]:
     """Return for each key its last parts, as many as tell it from the others."""
     short = {}

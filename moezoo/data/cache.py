@@ -56,7 +56,8 @@ class How(NamedTuple):
     - `end`: the id at the end of each document; None for none;
     - `dtype`: it holds every id;
     - `make`: makes the ids of a document, and its mask; None for those of all its text;
-    - `about`: returns what else is to be known of the documents that were made, as JSON: `notes`, lines for a user.
+    - `about`: returns what else is to be known of the documents that were made, as JSON: `notes`, lines for a user;
+    - `nothing`: what is wrong, and what to do, where no document has a token.
     """
 
     reader: str
@@ -66,6 +67,7 @@ class How(NamedTuple):
     dtype: np.dtype
     make: Make | None = None
     about: Callable[[], Mapping[str, Any]] = dict
+    nothing: str = NO_TOKENS
 
 
 def nothing(dtype: np.dtype) -> Kept:
@@ -140,7 +142,7 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
         if not shards:
             raise UserError(f"{found.shown}: there is no document; name files that have some")
         if not tokens:
-            raise UserError(f"{found.shown}: {NO_TOKENS}")
+            raise UserError(f"{found.shown}: {how.nothing}")
         for file, state in zip(found.paths, before, strict=True):
             if _state(found, file) != state:
                 raise UserError(f"{found.describe(file)} changed while it was read; start again when it is complete")

@@ -172,7 +172,8 @@ class Chat(FileSettings):
             def about() -> dict[str, Any]:
                 return {"notes": [*chats.notes(), *lost], "answers_end": chats.ends()}
 
-            return super()._read(found, how._replace(make=make, about=about))
+            nothing = f"the template {self.read_template().shown} writes nothing for these chats; give another template"
+            return super()._read(found, how._replace(make=make, about=about, nothing=nothing))
 
 
 def folder_format(folder: str) -> ChatFormat:

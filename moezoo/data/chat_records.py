@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from moezoo.data.jsonl import kind
+from moezoo.data.jsonl import kind, load_json
 from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
@@ -200,7 +200,7 @@ def _from_json(value: Any, expected: type) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        found = load_json(value)
     except (ValueError, RecursionError):
         return value
     return found if isinstance(found, expected) else value

@@ -1,11 +1,11 @@
 """Chat templates and the special tokens that they name, as Hugging Face folders hold them."""
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moezoo.data.jsonl import load_json
 from moezoo.errors import UserError
 from moezoo.host import check_file, read_text
 from moezoo.typed import show
@@ -137,7 +137,7 @@ def _read_config(path: Path, shown: str) -> dict[str, Any]:
         return {}
     text = read_text(path, shown, _GIVE)
     try:
-        found = json.loads(text)
+        found = load_json(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{shown} is not JSON ({error}); copy or download it again") from error
     if not isinstance(found, dict):

@@ -69,10 +69,31 @@ def read_lines(found: Found) -> Iterator[Document]:
                     yield Document(line, where)
 
 
+def load_json(text: str) -> Any:
+    """Return what JSON text holds. Raises `ValueError` for any other text, and for what readers take differently.
+
+    That is a key that an object has twice, of which Python takes the last one, and NaN and infinities, which Python
+    reads although they are not JSON.
+    """
+    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {show(max(names, key=names.count))[:80]} twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def parse_object(line: bytes, where: str, like: str) -> dict[str, Any]:
     """Return the JSON object in a line. Raises `UserError`, which tells to write one `like` that, if there is none."""
     try:
-        value = json.loads(line.decode())
+        value = load_json(line.decode())
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{line[error.start]:02x}"
         raise UserError(f"{where} is not UTF-8: {byte}; convert the file to UTF-8") from error

@@ -82,7 +82,7 @@ class Mixture(DataSettings):
                 parts[name] = Part(load_unchecked(settings, seed=seed, vocab=vocab), weight)
         self._check_tokenizers(parts)
         total = sum(part.weight for part in parts.values())
-        first = next(iter(parts.values())).source
+        widest = max((part.source for part in parts.values()), key=lambda source: source.vocab)
         empty = concatenate([], np.dtype(np.uint8))
         hashes = [(name, part.source.summary.get("sha256")) for name, part in parts.items()]
         shares = ", ".join(f"{name} {part.weight / total:.1%}" for name, part in parts.items())
@@ -90,14 +90,14 @@ class Mixture(DataSettings):
             name="mixture",
             train=empty,
             validation=empty,
-            vocab=max(part.source.vocab for part in parts.values()),
-            unit=first.unit,
+            vocab=widest.vocab,
+            unit=widest.unit,
             summary={"rows": shares, "sha256": hashlib.sha256(repr(hashes).encode()).hexdigest()[:16]},
             held_out=tuple(f"{name}/{each}" for name, part in parts.items() for each in part.source.held_out),
-            encode=first.encode,
-            decode=first.decode,
-            token_bytes=first.token_bytes,
-            unsettled=first.unsettled,
+            encode=widest.encode,
+            decode=widest.decode,
+            token_bytes=widest.token_bytes,
+            unsettled=widest.unsettled,
             weighted=parts,
             ends=tuple(dict.fromkeys(end for part in parts.values() for end in part.source.ends)),
         )

@@ -1,6 +1,8 @@
 """A data source that is loaded: two splits, their vocabulary and their tokenizer."""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, SupportsIndex
 
@@ -70,6 +72,13 @@ class Source:
     def parts(self) -> dict[str, "Source"]:
         """The sources of a mixture by name; of any other data, these alone, without a name."""
         return {name: part.source for name, part in self.weighted.items()} or {"": self}
+
+    @functools.cached_property
+    def documents_hash(self) -> str:
+        """A hash of the training documents: where each begins and, of many tokens, of evenly spaced parts."""
+        return hashlib.sha256(" ".join(fingerprint(part.train) for part in self.parts.values()).encode()).hexdigest()[
+            :16
+        ]
 
     def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
         """Return a validation document up to its first token that is predicted, for a model to answer.

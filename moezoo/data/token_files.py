@@ -13,8 +13,7 @@ NumPy alone makes such files from int64 ids, here of two documents:
     np.save("tokens.npy", ids.astype(np.uint32))
     np.save("tokens.offsets.npy", np.cumsum([0, *lengths]))
 
-Without NAME.json the vocabulary size is the largest id plus 1, and a resumed run cannot check that the data are the
-same.
+Without NAME.json the vocabulary size is the largest id plus 1.
 """
 
 import array
@@ -23,6 +22,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -35,10 +35,13 @@ import moezoo.interrupts as interrupts
 from moezoo.data.corpus import Corpus, Ids
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError
-from moezoo.host import check_file
+from moezoo.host import check_file, user_cache
 from moezoo.typed import show
 
 _MAKE = "make the files again with moezoo prepare-data"
+# Hashes of files from this size on are kept. The time of a file says that it is unchanged only when it is older than
+# this: what a program writes into a mapped file can reach the disk, and its time, much later.
+_KEPT_BYTES, _SETTLED_SECONDS = 2**26, 600
 _PREDICTED = "predicted"  # the key of NAME.json that belongs to a mask
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
 
@@ -144,19 +147,47 @@ def _digest(ids: str, mask: str | None) -> str:
     return ids if mask is None else hashlib.sha256(f"{ids} {mask}".encode()).hexdigest()
 
 
-def verify(path: Path, files: "TokenFiles") -> None:
-    """Raise `UserError` unless the ids in `path`, mask and offsets are those that were written. All are read."""
+def hash_ids(path: Path, corpus: Corpus, *, known: bool = True) -> str:
+    """Return the SHA-256 of the ids in the file `path` and of the mask, as NAME.json has it, from the files themselves.
+
+    With `known`, that of a large file that is unchanged since it was last read is taken from the user's cache.
+    """
 
     def digest(array: np.ndarray, path: Path) -> str:
         assert isinstance(array, np.memmap)
         # Read, not mapped: mapped pages would count as memory of the process.
         with path.open("rb") as file:
             file.seek(array.offset)
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            state = os.fstat(file.fileno())
+            entry = _kept_hash(path, state) if known and state.st_size >= _KEPT_BYTES else None
+            with contextlib.suppress(OSError):
+                if entry and len(kept := entry.read_text()) == hashlib.sha256().digest_size * 2:
+                    return kept
+            found, after = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno())
+        if entry and _kept_hash(path, after) == entry:
+            with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                (new := entry.with_suffix(f".{os.getpid()}.partial")).write_text(found)
+                os.replace(new, entry)
+        return found
 
-    corpus = files.corpus
     mask = None if corpus.mask is None else digest(corpus.mask, beside(path).mask)
-    ids = _digest(digest(corpus.tokens, path), mask)
+    return _digest(digest(corpus.tokens, path), mask)
+
+
+def _kept_hash(path: Path, state: os.stat_result) -> Path | None:
+    """Return the file with the hash of a file in this state; None where its times do not show whether it changes."""
+    if time.time() - max(state.st_mtime, state.st_ctime) < _SETTLED_SECONDS:
+        return None
+    facts = (path.resolve(), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    with contextlib.suppress(UserError):  # a user without a home folder
+        return user_cache() / "hashes" / hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def verify(path: Path, files: "TokenFiles") -> None:
+    """Raise `UserError` unless the ids in `path`, mask and offsets are those that were written. All are read."""
+    corpus = files.corpus
+    ids, mask = hash_ids(path, corpus, known=False), corpus.mask
     found = {"sha256": ids, "offsets_sha256": hashlib.sha256(corpus.offsets.data).hexdigest()}
     for name, what in (("sha256", "ids" if mask is None else "ids or its mask"), ("offsets_sha256", "offsets")):
         if files.metadata.get(name) != found[name]:

@@ -116,8 +116,9 @@ class HuggingFace:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids. Raises `UserError` for text that the tokenizer refuses, such as words unknown to it."""
+        whole = whole_text(text)
         try:
-            return self._library.encode(text).ids
+            return self._library.encode(whole).ids
         except Exception as error:  # the library raises bare Exceptions
             raise self._refuse(error) from error
 
@@ -218,6 +219,20 @@ def document_ids(tokenizer: Tokenizer, text: bytes, dtype: np.dtype) -> np.ndarr
     if isinstance(tokenizer, Bytes):
         return np.frombuffer(text, np.uint8).astype(dtype, copy=False)
     return np.array(tokenizer.encode(text.decode()), dtype)
+
+
+def whole_text(text: str) -> str:
+    """Return a text in whose place Python has bytes of UTF-8, as in arguments where the locale has only ASCII.
+
+    Raises `UserError` where the bytes are not UTF-8.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the text is not UTF-8 ({error.reason} at {error.start}); give UTF-8, and set LC_ALL=C.UTF-8 where "
+            "the terminal has another encoding"
+        ) from None
 
 
 def one_line(error: BaseException) -> str:

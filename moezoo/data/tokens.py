@@ -13,7 +13,7 @@ from moezoo.data.corpus import Ids, Split, hold_out, select_held_out_by_index
 from moezoo.data.documents import all_of_text, tokenize
 from moezoo.data.files import describe_skipped, find_files, read_texts
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.token_files import TokenFiles, beside, read_token_files, write_token_files
+from moezoo.data.token_files import TokenFiles, beside, hash_ids, read_token_files, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import convert, show
@@ -54,8 +54,9 @@ class Tokens(DataSettings):
                 raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
             needed = max(needed, its_metadata["vocab"])
             split = Split(corpus, validation, f"data.validation={other}")
-        extra = {"sha256": metadata["sha256"][:16]} if "sha256" in metadata else {}
-        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, **extra)
+        # Not that of NAME.json: the ids may have been edited since.
+        sha256 = hash_ids(path, corpus)[:16]
+        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, sha256=sha256)
 
     @property
     def has_own_validation(self) -> bool:

@@ -26,6 +26,7 @@ from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.mesh import check_precision
 from moezoo.parallel.traffic import CallName
 from moezoo.typed import Range, convert
 
@@ -196,6 +197,7 @@ def _ask(
     """Check the arguments of `generate`, and lay out what its programs take."""
     execution = Execution() if execution is None else execution
     check_type("model", model, LanguageModel, "load one with moezoo.load_run or moezoo.from_pretrained")
+    check_precision()
     check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
     max_new_tokens = convert(int, max_new_tokens, "max_new_tokens", valid=Range(at_least=1))
     tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)

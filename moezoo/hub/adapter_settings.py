@@ -55,6 +55,9 @@ class AdapterSettings(NamedTuple):
     by_root: bool
     version: str | None
     parameters: tuple[str, ...]
+    targets: tuple[str, ...]
+    excluded: Any
+    layers: tuple[int, ...] | None
 
     @classmethod
     def read(cls, path: Path) -> "AdapterSettings":
@@ -92,7 +95,21 @@ class AdapterSettings(NamedTuple):
             number("use_rslora", bool, mapping.get("use_rslora", False)),
             number("peft_version", str | None, mapping.get("peft_version")),
             tuple(str(name).rpartition(".")[2] for name in mapping.get("target_parameters") or ()),
+            # A pattern in place of names, which may search for ever, and "all-linear" are not looked at.
+            tuple(map(str, targets)) if isinstance(targets := mapping.get("target_modules"), list) else (),
+            mapping.get("exclude_modules"),
+            number("layers_to_transform", tuple[int, ...], [layers] if isinstance(layers, int) else layers)
+            if (layers := mapping.get("layers_to_transform")) is not None
+            else None,
         )
+
+    def names(self, module: str) -> bool:
+        """Return whether `target_modules` name a module, and nothing excludes it, as far as both are lists of names."""
+        ends = lambda names: any(f".{module}".endswith(f".{name}") for name in names)  # noqa: E731
+        if self.excluded and (not isinstance(self.excluded, list) or ends(self.excluded)):
+            return False
+        layer = re.match(r"model\.layers\.(\d+)\.", module)
+        return ends(self.targets) and (self.layers is None or (layer is not None and int(layer[1]) in self.layers))
 
     def check_packed(self) -> None:
         """Raise `UserError` where matrices of all experts have another layout, or an unknown one."""

@@ -432,6 +432,8 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
     Raises:
         UserError: There is no adapter, it is damaged, computes something else than low-rank pairs beside weights of
             this model, or its sizes are those of another model.
+
+    A warning names modules that `target_modules` name and that have no pair.
     """
     where = folder_argument(folder, "adapter")
     if not where.exists():
@@ -464,10 +466,14 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
         return a, b
 
     packed = _Packed(settings, read, model.config.experts)
+    lacking: list[str] = []
+    of_experts = False  # whether single experts have pairs
     for place in places(model, family_of(model.config).hub):
         own = read(place.module)
         named = (place.module, own) if own is not None else packed.pair(place)
+        of_experts |= own is not None and ".experts." in place.module
         if named is None:
+            lacking += [place.module] * settings.names(place.module)
             continue
         name, pair = named
         scale = settings.scale(name, len(pair[0]))
@@ -477,6 +483,13 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
         raise UserError(
             f"{where}: no weight of this model has these pairs: {list_names(sorted(left.values()))}; the adapter is "
             "for another model, or adapts what moezoo has in another form"
+        )
+    # Where a library has all experts of a layer in one tensor, names of target_modules do not mean them.
+    if lost := sorted(name for name in lacking if of_experts or ".experts." not in name):
+        warnings.warn(
+            f"{where}: target_modules of {CONFIG} name modules without a pair in {WEIGHTS}, which stay as they are: "
+            f"{list_names(lost)}; if that was not intended, save or copy the adapter again",
+            stacklevel=2,
         )
     return Adapter(where, found, files.metadata.get(_BASE))
 

@@ -22,6 +22,7 @@ from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.nn.few_bits import as_float32
 
 _LEAST_PIECE = 2**16  # bytes that are read at once
+_SAFE_SCALE = 2.0**118  # no number of few bits times a smaller scale is infinite: the largest of all formats is 448
 
 
 class Target(Protocol):
@@ -368,7 +369,19 @@ class Kept(FewBits):
             values = some[..., of_rows.reshape(-1)[:, None], of_columns.reshape(-1)].swapaxes(-1, -2)
             values = np.ascontiguousarray(values).reshape(*some.shape[:lead], *of_columns.shape, *of_rows.shape)
             target.write(values, (*index, *(0 for _ in box)))
-        return True
+        return self._are_finite(grid)
+
+    def _are_finite(self, grid: np.ndarray) -> bool:
+        """Return whether all numbers times these scales are finite in the container's dtype."""
+        if float(np.abs(as_float32(grid)).max()) < _SAFE_SCALE:
+            return True
+        items = self.files.read(self.few.values).reshape(len(grid), self.few.matrix[0], -1)
+        rows, columns = map(np.arange, self.few.matrix)
+        widened = (
+            self.few.encoding(scale).widen(each, rows, columns, self.dtype)
+            for scale, each in zip(grid, items, strict=True)
+        )
+        return all(are_finite(numbers) for numbers in widened)
 
 
 def _read_scales(files: WeightFiles, name: str, region: Region | None = None) -> np.ndarray:

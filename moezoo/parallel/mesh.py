@@ -209,14 +209,24 @@ def start(wanted: int = 1) -> list[Any]:
         take_back_threads()
 
 
+def check_precision() -> None:
+    """Raise `UserError` where JAX makes arrays of 64 bits, which programs of moezoo do not mix with theirs."""
+    if SETTINGS.jax_enable_x64:
+        raise UserError(
+            "JAX_ENABLE_X64=1: arrays would have 64 bits, and moezoo computes in 32 and fewer; unset it, or leave "
+            "out jax.config.update('jax_enable_x64', True)"
+        )
+
+
 def make_mesh(shape: MeshShape) -> Mesh:
     """Return the mesh of `shape` over this machine's devices; without accelerators, over virtual CPU devices.
 
     Raises:
-        UserError: `shape` is no `MeshShape`, there are too few devices, or the other axes do not divide the devices
-            that -1 takes.
+        UserError: JAX makes arrays of 64 bits, `shape` is no `MeshShape`, there are too few devices, or the other axes
+            do not divide the devices that -1 takes.
     """
     check_type("shape", shape, MeshShape, "write moezoo.MeshShape(expert=8), or take cfg.mesh of a configuration")
+    check_precision()
     return mesh_of(shape, start(shape.devices))
 
 
@@ -224,8 +234,9 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     """Return the mesh of `shape` without devices, to trace programs for more devices than this machine has.
 
     Raises:
-        UserError: A size is -1.
+        UserError: A size is -1, or JAX makes arrays of 64 bits.
     """
+    check_precision()
     rest = [axis for axis, size in shape.sizes.items() if size == -1]
     if rest:
         raise UserError(f"mesh.{rest[0]}=-1 takes the devices of a machine, but this mesh has none; give a number")

@@ -11,7 +11,9 @@ the frozen arrays too: they get their own name before it gets its, and later one
 files without an error, so every file is compared with its checksum before orbax reads the folder.
 """
 
+import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -42,6 +44,16 @@ _READ_BY = {1: "0.1", 2: "0.2"}  # versions of moezoo
 # Orbax gives up a save after some minutes, in which a file system may stall, and the time that its bytes take on a slow
 # disk, including the checksums, which one process reads. A process ends if it still waits for others later.
 _STALL_SECONDS, _BYTES_PER_SECOND, _LATER_SECONDS = 300, 50_000_000, 60
+# The coroutines of orbax that a failed write leaves, as Python warns of them.
+_UNAWAITED = r"coroutine '(_?async_serialize_\w+|_serialize_\w+|run_sync|cancellable|\w+Handler)\b.*never awaited"
+# What prevents writing, and what is to be done.
+_REASONS = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "your quota of the disk is used up; remove files, or name another run_dir",
+    errno.EFBIG: "a file is too large for the limit of this process, ulimit -f, or for the file system; raise it",
+    errno.EMFILE: "too many open files for the limit of this process; raise it with ulimit -n",
+    errno.EROFS: "the disk can only be read",
+}
 UNFINISHED, _ABOUT = "unfinished.", "about.json"
 FROZEN = "frozen"
 
@@ -170,9 +182,10 @@ class Checkpoints:
                 _remove(self.folder, old)
             self.seconds = time.monotonic() - self._began
         except Exception as error:
-            if distributed.is_first():
-                self._clear()
             self._error = error
+            if distributed.is_first():
+                with contextlib.suppress(OSError):  # `close` tries again
+                    self._clear()
 
     def _clear(self) -> None:
         if self._remote:
@@ -208,14 +221,15 @@ def remove_beyond(folder: Path, step: int) -> None:
 def read_about(folder: Path, step: int) -> dict[str, Any]:
     """Compare every file of a checkpoint with its checksum, and return its about.json.
 
-    Raises `UserError` if the checkpoint has another format, is damaged or is not moezoo's. In the last two cases the
-    message names the newest older checkpoint that is complete.
+    Raises `UserError` if the checkpoint has another format, is damaged or is not moezoo's, or is removed meanwhile. If
+    it is damaged or not moezoo's, the message names the newest older checkpoint that is complete.
     """
     try:
         return _verify(folder / str(step))
     except _OtherFormatError:
         raise
     except UserError as error:
+        check_kept(folder / str(step))
         for older in reversed([s for s in steps(folder) if s < step]):
             try:
                 _verify(folder / str(older))
@@ -223,6 +237,15 @@ def read_about(folder: Path, step: int) -> dict[str, Any]:
                 continue
             raise UserError(f"{error}; step {older} is complete: {folder / str(older)}") from None
         raise UserError(f"{error}; no older one is complete") from None
+
+
+def check_kept(checkpoint: Path) -> None:
+    """Raise `UserError` if a checkpoint that was there has been removed while it was read."""
+    if int(checkpoint.name) not in steps(checkpoint.parent):
+        raise UserError(
+            f"{checkpoint} was removed while it was read: a run trains there, and keeps its newest checkpoints "
+            "(checkpoint_keep); try again"
+        )
 
 
 class _OtherFormatError(UserError):
@@ -308,6 +331,7 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
                 wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
                 restored[name] = reader.restore(absolute(where), args=wanted)[name]
             except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
+                check_kept(folder / str(step))
                 raise UserError(f"{where / name} cannot be read ({_shorten(error)})") from None
     if FROZEN in restored:
         restored["model"] = eqx.combine(restored["model"], restored.pop(FROZEN))
@@ -370,15 +394,17 @@ def _silence_orbax() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     # After a failed write, orbax closes its event loop and leaves writes that have not begun. Python warns of them when
     # they are collected, which may be at exit.
-    warnings.filterwarnings("ignore", r"coroutine 'async_serialize_from_host\b.*never awaited", RuntimeWarning)
+    warnings.filterwarnings("ignore", _UNAWAITED, RuntimeWarning)
     if getattr(sys.unraisablehook, "quiet", False):
         return
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in logging.Formatter().format(record))
     before = sys.unraisablehook
 
     def hook(raised: "sys.UnraisableHookArgs") -> None:
-        # After a failed write, threads of tensorstore still report to an event loop that orbax has closed.
-        if str(raised.exc_value) != "Event loop is closed":
+        # After a failed write, threads of tensorstore still report to an event loop that orbax has closed. An event
+        # loop that could not open its files is collected without them.
+        unopened = isinstance(raised.exc_value, AttributeError) and raised.object is asyncio.BaseEventLoop.__del__
+        if str(raised.exc_value) != "Event loop is closed" and not unopened:
             before(raised)
 
     hook.quiet = True  # type: ignore[attr-defined]
@@ -387,6 +413,10 @@ def _silence_orbax() -> None:
 
 def _shorten(error: Exception) -> str:
     text = str(error)
-    if "No space left" in text or "RESOURCE_EXHAUSTED" in text:
-        return "no space left on the disk"
-    return f"{type(error).__name__}: {(text.splitlines() or [''])[0][:120]}"
+    # Libraries have the system's words somewhere in long lines.
+    if found := next((what for number, what in _REASONS.items() if os.strerror(number) in text), None):
+        return found
+    if "RESOURCE_EXHAUSTED" in text:
+        return _REASONS[errno.ENOSPC]
+    line = (text.splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line if len(line) <= 200 else f'{line[:60]} ... {line[-130:]}'}"

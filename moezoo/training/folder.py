@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.config.compose import as_mapping, read_run, to_yaml
-from moezoo.config.run_folders import AUTO, OTHER, RUNNING, announcement, run_folder, steps, trainer
+from moezoo.config.run_folders import AUTO, OTHER, RUNNING, SUMS, announcement, run_folder, steps, trainer
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
@@ -124,15 +125,30 @@ def _find_mark(mark: Path) -> None:
         check_writable(mark.parent)
 
 
+def list_saved(checkpoints: Path) -> dict[str, str]:
+    """Return a hash of each checkpoint by its step, which another save of the same step changes."""
+    sums = {step: checkpoints / str(step) / SUMS for step in steps(checkpoints)}
+    return {str(step): hashlib.sha256(file.read_bytes()).hexdigest() for step, file in sums.items() if file.is_file()}
+
+
 @contextlib.contextmanager
 def opened(
-    folder: Path, cfg: TrainConfig, resumed: Path | None, start: int, history: list[MetricsRow], held_out: Sequence[str]
+    folder: Path,
+    cfg: TrainConfig,
+    resumed: Path | None,
+    start: int,
+    history: list[MetricsRow],
+    held_out: Sequence[str],
+    saved: Mapping[str, str] | None = None,
 ) -> Iterator[Opened]:
     """Make and lock the folder and write its first files, on the first process, which alone writes a log file.
 
     If the process is killed in here, the run can still be resumed from the same step: later checkpoints are removed
     first, and each file is replaced in one operation. If the block raises, or a signal ends the process, before the run
     has logged or saved a step, what this function made is removed; a folder that is continued stays.
+
+    `saved` is what `list_saved` returned of the folder that is continued, before the set-up. Raises `UserError` if
+    another run has trained there meanwhile.
     """
     with contextlib.ExitStack() as held:
 
@@ -142,7 +158,9 @@ def opened(
                 if not is_url(made):  # an object store has no locks
                     held.enter_context(locking(made.resolve(), _busy(made, trainer(made) or OTHER)))
                     held.enter_context(_announcing(made))
-                # Another run may have begun there meanwhile.
+                # Another run may have begun there meanwhile, or trained and ended.
+                if folder == resumed and list_saved(made / _CHECKPOINTS) != saved:
+                    raise UserError(f"{made}: another run has trained here since this one began; start this one again")
                 if folder != resumed and not _check_free(made, cfg):
                     held.enter_context(interrupts.undoing(lambda: _remove_begun(made, len(history))))
                 remove_beyond(made / _CHECKPOINTS, start)

@@ -75,13 +75,31 @@ class MetricsLog(Writer):
 
 
 def read_metrics(path: Path, until: int) -> list[MetricsRow]:
-    """Return the rows of the first `until` steps, without incomplete rows, which a killed run can leave."""
-    rows = []
-    for line in path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= until:
-            rows.append(row)
-    return rows
+    """Return the rows of the first `until` steps, without lines that are no rows.
+
+    Raises `UserError` if the file cannot be read.
+    """
+    return [row for line in _read_lines(path) if (row := _read_row(line)) is not None and row["step"] <= until]
+
+
+def list_damaged(path: Path) -> list[int]:
+    """Return the numbers of lines, from 1, that are no rows. An incomplete last one, which a kill leaves, is none."""
+    return [n for n, line in enumerate(_read_lines(path), 1) if line.endswith("\n") and _read_row(line) is None]
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_bytes().decode(errors="replace").splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); make it a file that you may read, or remove it and go on "
+            "without its rows"
+        ) from None
+
+
+def _read_row(line: str) -> MetricsRow | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return None

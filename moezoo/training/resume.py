@@ -129,20 +129,24 @@ def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loader_state(batches: int, source: Source, seen: Mapping[str, int]) -> dict[str, Any]:
-    """Return the position in the data, a hash of the data if it was read from files, and tokens seen by source."""
-    return {"batches": batches, "sha256": source.summary.get("sha256"), **({"seen": dict(seen)} if seen else {})}
+    """Return the position in the data, hashes of all ids, if they are in files, and of documents, and tokens seen."""
+    hashes = {"sha256": source.summary.get("sha256"), "documents": source.documents_hash}
+    return {"batches": batches, **hashes, **({"seen": dict(seen)} if seen else {})}
 
 
 def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig) -> int:
     """Return the number of batches that a checkpoint's run had read. Raises `UserError` if `source` is other data."""
     if not isinstance(state.get("batches"), int):
         raise UserError(f"resume={cfg.resume}: the checkpoint does not record how much data was read; name another run")
-    before, now = state.get("sha256"), source.summary.get("sha256")
-    if before != now:
-        raise UserError(
-            f"resume={cfg.resume} was trained on data with sha256 {before}, and this data has {now}; use the same data "
-            "(for data=python_stdlib the same Python), or start a new run"
-        )
+    hashes = {"data with sha256": ("sha256", source.summary.get("sha256"))}
+    hashes["documents with hash"] = ("documents", source.documents_hash)
+    for what, (key, now) in hashes.items():
+        before = state.get(key)
+        if before not in (None, now):  # an older run may have recorded none
+            raise UserError(
+                f"resume={cfg.resume} was trained on {what} {before}, and this data has {now}; use the same data "
+                "(for data=python_stdlib the same Python), or start a new run"
+            )
     return state["batches"]
 
 

@@ -13,7 +13,7 @@ from moezoo.errors import UserError
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.hub.values import ModelValues, inside
 from moezoo.models.base import LanguageModel
-from moezoo.training.checkpoint import FROZEN, array_name, check_arrays, saved_arrays
+from moezoo.training.checkpoint import FROZEN, array_name, check_arrays, check_kept, saved_arrays
 
 
 class SavedArray:
@@ -70,6 +70,8 @@ class SavedArray:
         return self._store
 
     def _unreadable(self, error: Exception) -> UserError:
+        if self._folder.name != FROZEN:
+            check_kept(self._folder.parent)
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
         return UserError(f"{self._folder}: {self._name} cannot be read ({reason})")
 

@@ -31,10 +31,10 @@ from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, read_about
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.files import writing_to
-from moezoo.training.folder import Opened, check_idle, check_shared, choose, opened
+from moezoo.training.folder import Opened, check_idle, check_shared, choose, list_saved, opened
 from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
-from moezoo.training.metrics import read_metrics
+from moezoo.training.metrics import list_damaged, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import flatten, list_changes, list_rate_change, read_batch_count, run_settings
 from moezoo.training.room import check_disk, check_memory
@@ -63,11 +63,12 @@ class Run:
 
 
 class _Checkpoint(NamedTuple):
-    """The checkpoint that a run resumes: the folder of its run, its step, and its about.json."""
+    """The checkpoint that a run resumes: the folder of its run, its step, its about.json, and all that were there."""
 
     run_dir: Path
     step: int
     about: dict[str, Any]
+    saved: dict[str, str]
 
 
 class _Prepared(NamedTuple):
@@ -131,17 +132,22 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
         folder = before.run_dir / "checkpoints"
         saved = restore_run(cfg, folder, start, before.about, execution, training=target[1:])
         state = State(saved["model"], *saved["training"])
-        history = read_metrics(before.run_dir / "metrics.jsonl", until=start)
+        log = before.run_dir / "metrics.jsonl"
+        history = distributed.together(lambda: read_metrics(log, until=start))
         changes = _describe_resume(before, prepared)
         if cfg.profile.start is not None and cfg.profile.start <= start:
             changes.append(("profile", f"none: profile.start={cfg.profile.start} is not after step {start}"))
+        if damaged := list_damaged(log):
+            lines = f"line{'s' * (len(damaged) > 1)} {', '.join(map(str, damaged))}"
+            changes.append(("warning:", f"{log}: {lines} cannot be read, and is left out of the file of this run"))
     summary = [
         *report.summarize(cfg, execution, step, source, prepared.epochs, prepared.baseline),
         ("cache", cache),
         *changes,
     ]
 
-    with opened(prepared.folder, cfg, resumed, start, history, source.held_out) as run:
+    saved_before = None if before is None else before.saved
+    with opened(prepared.folder, cfg, resumed, start, history, source.held_out, saved_before) as run:
         warnings = [("warning:", line) for line in prepared.warnings]
         report.print_lines([*summary, ("run_dir", str(run.path)), *warnings])
         started = RunStart(run.path, as_mapping(run_settings(cfg)), summary, history)
@@ -204,13 +210,15 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
     def verify() -> list[Any]:
         folder, step = find(named, "resume")
         check_idle(cfg, folder.parent)
+        saved = list_saved(folder)
+        about = read_about(folder, step)  # first: a folder that is no checkpoint is at no step
         if step >= cfg.steps:
             raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
-        return [str(folder.parent), step, read_about(folder, step)]
+        return [str(folder.parent), step, about, saved]
 
-    run_dir, step, about = distributed.first(verify)
+    run_dir, step, about, saved = distributed.first(verify)
     distributed.together(lambda: find(f"{run_dir}/checkpoints/{step}", "resume"))
-    return _Checkpoint(as_path(run_dir), step, about)
+    return _Checkpoint(as_path(run_dir), step, about, saved)
 
 
 def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:

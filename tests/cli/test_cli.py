@@ -8,10 +8,12 @@ import platform
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+from moezoo.cli import command
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
 from moezoo.cli.console import COMMANDS
 from moezoo.config.compose import as_mapping, compose, compose_onto
@@ -214,6 +216,47 @@ def test_a_command_prints_in_any_encoding_and_needs_no_home():
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\u2500\u2500" in done.stdout
+
+
+def test_a_variable_of_jax_that_it_cannot_read():
+    """JAX reads them while it is imported."""
+    command = [sys.executable, "-m", "moezoo", "generate", "folder=x", "prompt=1"]
+    settings = {**os.environ, "JAX_DEBUG_NANS": "maybe", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=settings)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: JAX_DEBUG_NANS=maybe: JAX cannot be imported (")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_current_folder_that_was_removed(tmp_path):
+    code = f"import os; os.rmdir({str(tmp_path / 'gone')!r}); from moezoo.cli import main; main()"
+    (tmp_path / "gone").mkdir()
+    command = [sys.executable, "-c", code, "generate", "folder=x", "prompt=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path / "gone")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr
+        == "error: the current folder cannot be read (No such file or directory); change to one that exists\n"
+    )
+
+
+def test_a_cache_that_fails_is_one_line(call, monkeypatch):
+    monkeypatch.setattr(command, "_warned", set())
+
+    def task(_):
+        for action, name in itertools.product(("writing", "reading"), "abc"):
+            text = f"Error {action} persistent compilation cache entry for '{name}': OSError: [Errno 28] full"
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn(text, stacklevel=1)
+
+    code, out, err = call(task=task)
+    assert (code, out) == (0, "")
+    writing, reading = err.splitlines()
+    for line, words in ((writing, "cannot be kept"), (reading, "cannot be read")):
+        assert line.startswith("warning: ")
+        assert "([Errno 28] full)" in line
+        assert words in line
 
 
 MISTYPED = {

@@ -1,8 +1,12 @@
 """Which runs a sweep has, and the names of their folders."""
 
+import os
+import subprocess
+
 import pytest
 
-from moezoo.config.sweeping import expand, quote
+from moezoo.config.overrides import quote, read
+from moezoo.config.sweeping import expand
 from moezoo.errors import UserError
 
 
@@ -74,7 +78,12 @@ def test_refused_in_one_line(words, parts):
 
 
 def test_a_quoted_path_is_read_as_it_is():
-    from moezoo.config.overrides import read
-
-    for path in ("a b", "a,b", 'a"b', "a=b", "ä/[x]"):
+    """And what a message says to type in a shell is what is read."""
+    for path in ("a b", "a,b", 'a"b', "a=b", "ä/[x]", "a\\", 'a\\"b', "it's", "a\nb", "a\udcff0b", "a'\t\\b"):
         assert read([quote("run_dir", path)]).changes == {"run_dir": path}
+        with pytest.raises(UserError) as caught:
+            read([f"run_dir=[{path}"])
+        typed = str(caught.value).partition("quote it twice: ")[2]
+        assert typed.isprintable()
+        shell = subprocess.run(["bash", "-c", f"printf %s {typed}"], capture_output=True, check=True)
+        assert read([os.fsdecode(shell.stdout)]).changes == {"run_dir": f"[{path}"}

@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,12 @@ GOOD = {"prompt": "a", "completion": "b"}
     ("lines", "message"),
     [
         (["{'messages'"], " line 3 is not JSON (column 2: Expecting property name enclosed"),
+        (['{"messages": [], "messages": []}'], " line 3 is not JSON (an object has the key messages twice)"),
+        (
+            [{"prompt": "a", "completion": "b", "chat_template_kwargs": {"a": float("nan")}}],
+            " line 3 is not JSON (NaN is no number of JSON)",
+        ),
+        ([{**GOOD, "tools": '[{"a": 1, "a": 2}]'}], " line 3: tools is a string, not an array"),
         (["[]"], ' line 3 is an array, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}'),
         ([{"messages": []}], " line 3: messages is empty; give at least one message, or leave the line out"),
         ([GOOD, "", {"messages": [{"role": "bot"}]}], ' line 5: message 1 has role "bot"; valid: system, developer'),
@@ -245,6 +252,14 @@ def test_settings_that_are_refused(folder, tmp_path):
     (tmp_path / "bad.jinja").write_text("{% if %}")
     with refused(f"data.path={path} line 1: data.template={tmp_path}/bad.jinja line 1 is not a chat template ("):
         load_chats(settings(path, folder, template=str(tmp_path / "bad.jinja")))
+    for text in ("", "{# nothing #}"):
+        (tmp_path / "bad.jinja").write_text(text)
+        with refused(f"data.path={path}: the template data.template={tmp_path}/bad.jinja writes nothing for these"):
+            load_chats(settings(path, folder, template=str(tmp_path / "bad.jinja"), loss_on="all"))
+    shutil.copytree(folder, tmp_path / "twice")
+    (tmp_path / "twice" / "tokenizer_config.json").write_text('{"eos_token": "a", "eos_token": "b"}')
+    with refused(f"{tmp_path}/twice/tokenizer_config.json is not JSON (an object has the key eos_token twice)"):
+        load_chats(settings(path, tmp_path / "twice"))
 
 
 @pytest.mark.parametrize(("version", "have"), [(None, "which renders chats"), ("3.1.5", "3.1.5 is installed")])

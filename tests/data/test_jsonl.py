@@ -259,6 +259,13 @@ GOOD = b'{"text": "good"}\n'
         ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (column 2: Expecting property name enclosed"),
         ("a.jsonl", GOOD + b"\n" + b"[" * 10**5, {}, " line 3 is not JSON ("),
         ("a.jsonl", GOOD * 3 + b'"text"\n', {}, ' line 4 is a string, not an object; write {"text": ...}'),
+        (
+            "a.jsonl",
+            b'{"text": "a", "text": "b"}\n',
+            {},
+            " line 1 is not JSON (an object has the key text twice); write",
+        ),
+        ("a.jsonl", b'{"text": "a", "b": [NaN]}\n', {}, " line 1 is not JSON (NaN is no number of JSON); write one"),
         ("a.jsonl", b"[1]\n", {}, ' line 1 is an array, not an object; write {"text": ...}'),
         ("a.jsonl", GOOD, {"field": "txt"}, " line 1 has no field txt; did you mean 'text'?; set data.field"),
         ("a.jsonl", GOOD + b"{}\n", {}, " line 2 has no field text; the object is empty; set data.field"),

@@ -13,7 +13,19 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.compose import as_mapping, from_mapping, with_defaults
-from moezoo.data import Chat, Jsonl, Mixture, PythonStdlib, Synthetic, Text, Weighted, draws, load, train_batches
+from moezoo.data import (
+    Chat,
+    Jsonl,
+    Mixture,
+    PythonStdlib,
+    Synthetic,
+    Text,
+    Tokens,
+    Weighted,
+    draws,
+    load,
+    train_batches,
+)
 from moezoo.data.draws import Draws
 from moezoo.data.epochs import make_epochs
 from moezoo.data.tokenizer import HuggingFace
@@ -104,6 +116,17 @@ def test_rows_are_the_next_ones_of_their_sources(sources):
             name: sum(int(n) for n, its in zip(of_row[first:last], names[first:last], strict=True) if its == name)
             for name in WEIGHTS
         }
+
+
+def test_numbers_up_to_the_vocabulary_of_all_sources(tmp_path):
+    for name, top in (("a", 49), ("b", 99)):
+        np.save(tmp_path / f"{name}.npy", np.resize(np.arange(top + 1, dtype=np.uint16), 400))
+        np.save(tmp_path / f"{name}.offsets.npy", np.array([0, 400]))
+    for names in ("ab", "ba"):
+        mixture = load_mixture({name: Weighted(Tokens(path=str(tmp_path / f"{name}.npy"))) for name in names})
+        assert (mixture.vocab, mixture.encode("99 7")) == (100, [99, 7])
+        with refused("'100' is not a token", "give numbers from 0 to 99"):
+            mixture.encode("100")
 
 
 def test_facts_hold_those_of_all_sources(sources):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, document_ids, one_line
 from moezoo.errors import UserError
@@ -25,6 +26,16 @@ def test_hugging_face_neither_truncates_nor_pads(tokenizer_file):
     assert tokenizer.vocab == 301  # ids have a gap
     assert tokenizer.encode("document 1 2 3 other") == [0, 1, 3, 4, 5, 300]
     assert tokenizer.decode(np.array([0, 1, 3], np.int32)) == "document 1"
+
+
+def test_texts_of_a_locale_of_ascii(tokenizer_file):
+    """Python has a surrogate for each byte of an argument that is not ASCII."""
+    tokenizer = HuggingFace(tokenizer_file, key="tokenizer")
+    for text in ("é 7", "document 日"):
+        assert tokenizer.encode(text.encode().decode("ascii", "surrogateescape")) == tokenizer.encode(text)
+    for text in ("7 \udcc3", "\ud800"):
+        with refused("the text is not UTF-8 (", "LC_ALL=C.UTF-8"):
+            tokenizer.encode(text)
 
 
 def test_numbers_of_any_length():

@@ -92,12 +92,57 @@ def test_files_made_by_numpy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec("\n".join(line.strip() for line in lines), {"np": np})
     source = load_tokens(Path("tokens.npy"), vocab=700)
-    assert (source.vocab, source.unit, "sha256" in source.summary) == (700, "token", False)
+    digest = hashlib.sha256(np.load("tokens.npy").tobytes()).hexdigest()
+    assert (source.vocab, source.unit, source.summary["sha256"]) == (700, "token", digest[:16])
     assert sorted((len(source.train), len(source.validation))) == [1800, 18200]
     np.save("tokens.offsets.npy", np.array([0, 20_000]))
     source = load_tokens(Path("tokens.npy"), vocab=700)
     assert (len(source.train), len(source.validation)) == (19_000, 1000)
     assert source.summary["held out"] == "the last 5% of the tokens"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["read", "known"])
+def test_edited_files_are_other_data(made, monkeypatch, tmp_path, known):
+    """NAME.json stays as it was; a resumed run compares both hashes."""
+    if known:  # every file counts as large, and as unchanged for long
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(token_files, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(token_files, "_SETTLED_SECONDS", -1)
+
+    def hashes() -> tuple[str, str]:
+        source = load_tokens(made)
+        return source.summary["sha256"], source.documents_hash
+
+    first = hashes()
+    assert hashes() == first
+    kept = [*(tmp_path / "cache").rglob("hashes/*")]
+    assert len(kept) == known  # of the ids
+    for entry in kept:
+        entry.write_text("0" * 64)
+        assert hashes()[0] == "0" * 16
+        entry.write_text("cut off")
+        assert hashes() == first
+    time = made.stat().st_mtime_ns
+    ids = np.load(made, mmap_mode="r+")
+    ids[7] += 1
+    ids.flush()
+    os.utime(made, ns=(time, time))  # by its size, inode and this time it is the same file
+    edited = hashes()
+    assert edited[0] == hashlib.sha256(ids.tobytes()).hexdigest()[:16] != first[0]
+    offsets = np.load(made.with_suffix(".offsets.npy"))
+    offsets[1] -= 1
+    np.save(made.with_suffix(".offsets.npy"), offsets)
+    found = hashes()
+    assert found[0] == edited[0]
+    assert found[1] not in (first[1], edited[1])
+
+
+def test_a_file_that_was_just_written_is_read_again(made, monkeypatch, tmp_path):
+    """Its time may not change once more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_files, "_KEPT_BYTES", 0)
+    load_tokens(made)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_own_validation_file(made, tmp_path):

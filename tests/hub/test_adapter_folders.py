@@ -535,11 +535,38 @@ def test_an_expert_without_a_pair_is_left_as_it_is(adapter, tmp_path):
     for part in "AB":
         tensors.pop(f"{EXPERT}.lora_{part}.weight")
     folder = write(tmp_path / "some", config, tensors)
-    whole, some = (pairs_of(load_adapter(model_of(SMALL), x)) for x in (adapter, folder))
+    with pytest.warns(UserWarning, match=rf"^{folder}: target_modules .*: model.layers.1\S*.experts.1.w1; if"):
+        some = pairs_of(load_adapter(model_of(SMALL), folder))
+    whole = pairs_of(load_adapter(model_of(SMALL), adapter))
     path = "stacks[0].blocks[0].feed_forward.experts.gate"
     wanted = delta(whole[path])
     wanted[1, 1] = 0
     np.testing.assert_array_equal(delta(some[path]), wanted)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "keys", "named"),
+    [
+        (r"1\.self_attn\.q_proj", {}, "model.layers.1.self_attn.q_proj"),
+        (r"self_attn\.q_proj", {}, "model.layers.0-1.self_attn.q_proj (2)"),
+        (r"1\.self_attn\.q_proj", {"layers_to_transform": [0]}, ""),
+        (r"1\.self_attn\.q_proj", {"exclude_modules": ["1.self_attn.q_proj"]}, ""),
+        (r"1\.self_attn\.q_proj", {"target_modules": r".*\.(k_proj|w1)"}, ""),
+        (r"q_proj", {"target_modules": ["k_proj", "v_proj", "o_proj"]}, ""),
+        # PEFT has pairs of all experts together, or none, where transformers has them in one tensor.
+        (r"\.experts\.", {}, ""),
+        (r"\.experts\.2\.w2", {}, "model.layers.0-1.block_sparse_moe.experts.2.w2 (2)"),
+    ],
+)
+def test_modules_without_the_pair_that_the_configuration_promises_are_named(pattern, keys, named, adapter, tmp_path):
+    config, tensors = read(adapter)
+    tensors = {name: x for name, x in tensors.items() if not re.search(pattern, name)}
+    folder = write(tmp_path / "some", config | keys, tensors)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        read_adapter(folder, model_of(SMALL))
+    lines = [str(each.message) for each in caught]
+    assert [re.findall(r": (model\.layers.*);", line) for line in lines] == ([[named]] if named else [])
 
 
 def test_what_is_not_saved(adapter, tmp_path):

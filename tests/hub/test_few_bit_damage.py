@@ -261,6 +261,34 @@ def test_numbers_that_are_not_finite_are_named(spoil, dtype):
         moezoo.from_pretrained(folder, dtype=dtype)
 
 
+LARGE = {
+    "fp8": (f"{K}_scale_inv", K, 3e38),
+    "fp8 codes": (K.replace("weight", "scale"), K, 2.0**127),
+    "mxfp4": (f"{BLOCKS}_scales", BLOCKS, 254),
+    "int4": (f"{UP}_scale", UP, -3e38),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "stored"])
+@pytest.mark.parametrize("name", LARGE)
+def test_numbers_that_a_scale_makes_infinite_are_named(spoil, name, dtype):
+    scale, weight, value = LARGE[name]
+    folder = spoil(name, spoil_last(scale, value))
+    with pytest.warns(UserWarning, match=f"tensors with NaN or infinities: {weight}$"):
+        moezoo.from_pretrained(folder, dtype=dtype)
+
+
+def test_a_large_scale_of_small_numbers_is_no_damage(spoil):
+    """A scale of 2^118 and more is looked at with its numbers."""
+
+    def change(tensors: Tensors, config: Any) -> None:
+        spoil_last(f"{K}_scale_inv", 3e38)(tensors, config)
+        tensors[K] = tensors[K].copy()
+        tensors[K][-16:, -24:] = 0.5
+
+    moezoo.from_pretrained(spoil("fp8", change), dtype="stored")
+
+
 # Folders that can be widened and not kept: the folder, what is done to it, and parts of the message.
 MIXED: dict[str, tuple[str, Callable[..., Any], tuple[str, ...]]] = {
     "an expert in numbers": (

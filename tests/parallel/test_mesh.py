@@ -54,6 +54,23 @@ def test_mesh_has_every_axis_and_the_first_devices():
         moezoo.compose("mesh.axis_types=manual")
 
 
+def test_arrays_of_64_bits_are_refused():
+    """By what every command and every function that computes calls first."""
+    config = moezoo.models.MixtralConfig(vocab=8, embed=8, layers=1, expert_mlp=4, head_dim=4)
+    model = moezoo.models.Mixtral(config, key=jax.random.key(0))
+    jax.config.update("jax_enable_x64", True)
+    try:
+        for call in (
+            lambda: make_mesh(MeshShape()),
+            lambda: abstract_mesh(MeshShape()),
+            lambda: moezoo.generate(model, [[1]], max_new_tokens=1),
+        ):
+            with refused("JAX_ENABLE_X64=1", "unset"):
+                call()
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def test_minus_one_takes_the_rest():
     assert make_mesh(MeshShape(fsdp=-1, expert=2)).shape["fsdp"] == 4
     assert make_mesh(MeshShape(expert=-1)).shape["expert"] == 8

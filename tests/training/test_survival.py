@@ -31,11 +31,13 @@ from moezoo.config.run_folders import RUNNING, announcement, steps, trainer
 from moezoo.moe.dispatch import Ragged
 from moezoo.progress import BatchCounter
 from moezoo.training import checkpoint
+from moezoo.training import train as module
 from moezoo.training.build import build_step
 from moezoo.training.checkpoint import FORMAT, Checkpoints, read_about, restore
 from moezoo.training.files import replace_file
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MetricsLog, read_metrics
+from moezoo.training.saved_arrays import SavedArray
 
 TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
 SECONDS = 600  # far above what any process here takes
@@ -283,6 +285,55 @@ def test_python_does_not_warn_of_writes_that_a_failed_save_leaves():
     assert not [line for line in others if "write_fragment" in line or "async_serialize" in line]
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOSPC, "no space left"),
+        (errno.EIO, "Input/out"),
+    ],
+)
+def test_the_reason_of_a_failed_save_is_not_cut_off(tmp_path, monkeypatch, number, words):
+    """It stands at the end of a long line of a library, which names the file first."""
+    where = f'OUT_OF_RANGE: Error writing "{"a" * 100}" at local file "{"b" * 200}"'
+    line = f"{where} [OS error {number}: {os.strerror(number)}]"
+
+    def fail() -> None:
+        raise ValueError(f"{line}\nmore")
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, 4)
+    monkeypatch.setattr(checkpoints._orbax, "wait_until_finished", fail)
+    state = {"model": {"a": np.zeros(1, np.float32)}}
+    with pytest.raises(moezoo.UserError, match=rf"checkpoint could not be written \(.*{words}.*\); there is no"):
+        checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
+
+
+@pytest.mark.newer
+def test_few_open_files_and_small_files(tiny, tmp_path):
+    """The reason stands somewhere in a long line of a library, which names the file first."""
+    code = """
+import resource, sys
+kind, most, *sys.argv = sys.argv[1:]
+from moezoo.training import loop
+train = loop.Loop.train
+def limited(*arguments):
+    resource.setrlimit(getattr(resource, kind), (int(most), int(most)))
+    return train(*arguments)
+loop.Loop.train = limited
+from moezoo.cli import run_script
+run_script("train")
+"""
+    for kind, most, words in (("RLIMIT_NOFILE", 24, "ulimit -n"), ("RLIMIT_FSIZE", 20_000, "ulimit -f")):
+        command = [sys.executable, "-c", code, kind, str(most), "train", *tiny, "steps=1", "schedule.warmup_steps=0"]
+        command += ["mesh=single", f"run_dir={tmp_path}/{kind}", "cache_dir=null"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith("error: "), done.stderr
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_log_that_cannot_be_written(tmp_path, monkeypatch):
     """A disk that accepts a part of a row; earlier rows stay readable."""
     log, write = MetricsLog(tmp_path / "metrics.jsonl", [{"step": 1}]), os.write
@@ -518,6 +569,86 @@ def test_one_run_at_a_time(copy):
     with pytest.raises(moezoo.UserError, match="no checkpoint there"):
         moezoo.load_run(copy)
     assert read_rows(copy) == before
+
+
+def continue_elsewhere(monkeypatch, folder, *overrides):
+    """Let another run continue `folder` and end, right after the set-up of the next run looked there."""
+    real = module._prepare
+
+    def prepare(*arguments):
+        monkeypatch.setattr(module, "_prepare", real)
+        made = real(*arguments)
+        moezoo.train(moezoo.compose(f"resume={folder}", *overrides))
+        return made
+
+    monkeypatch.setattr(module, "_prepare", prepare)
+
+
+# The other run saves a later step; or it goes back and saves the same step anew; or the checkpoint is one of many.
+@pytest.mark.parametrize(
+    ("which", "steps_", "other", "expected"),
+    [
+        ("", 16, ("steps=14",), "another run has trained here since this one began; start this one again$"),
+        ("", 16, ("resume={}/checkpoints/8", "steps=12", "log_every=2"), "another run has trained here"),
+        (
+            "/checkpoints/8",
+            14,
+            ("steps=14",),
+            r"checkpoints/8 was removed while it was read: a run trains .*try again$",
+        ),
+    ],
+    ids=["later", "again", "removed"],
+)
+def test_another_run_trains_and_ends_during_the_set_up(copy, monkeypatch, which, steps_, other, expected):
+    continue_elsewhere(monkeypatch, copy, *(each.format(copy) for each in other))
+    with pytest.raises(moezoo.UserError, match=expected):
+        moezoo.train(moezoo.compose(f"resume={copy}{which}", f"steps={steps_}"))
+    rows = read_rows(copy)
+    assert rows[-1]["step"] == max(steps(copy / "checkpoints")) in (12, 14)
+    moezoo.train(moezoo.compose(f"resume={copy}", "steps=15"))
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read(copy, monkeypatch):
+    """By its checksums, and by orbax."""
+    removed = r"checkpoints/12 was removed while it was read: a run trains there.*; try again$"
+    real = checkpoint._hash_files
+
+    def hash_files(folder):
+        shutil.rmtree(copy / "checkpoints" / "12")
+        return real(folder)
+
+    about = read_about(copy / "checkpoints", 12)
+    target = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in about["arrays"]["model"].items()}
+    monkeypatch.setattr(checkpoint, "_hash_files", hash_files)
+    with pytest.raises(moezoo.UserError, match=removed):
+        moezoo.load_run(copy)
+    with pytest.raises(moezoo.UserError, match=removed):
+        restore(copy / "checkpoints", 12, about, model=target)
+    with pytest.raises(moezoo.UserError, match=removed):
+        SavedArray(copy / "checkpoints" / "12" / "model", "a", np.dtype(np.float32))[0,]
+
+
+def test_a_folder_with_a_number_is_no_checkpoint(copy):
+    (copy / "checkpoints" / "99").mkdir()
+    with pytest.raises(moezoo.UserError, match=r"99 is not a complete checkpoint: .*; step 12 is complete: "):
+        moezoo.train(moezoo.compose(f"resume={copy}", "steps=14"))
+    with pytest.raises(moezoo.UserError, match=r"checkpoints/9: no such checkpoint; there are 8, 12$"):
+        moezoo.train(moezoo.compose(f"resume={copy}/checkpoints/9", "steps=14"))
+
+
+def test_a_log_that_cannot_be_read(copy, capsys):
+    log = copy / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    log.write_text("".join((rows[0], "garbage\n", rows[2], '{"loss": 1.0}\n', *rows[4:])) + rows[0][:20])
+    moezoo.train(moezoo.compose(f"resume={copy}", "steps=13"))
+    warned = [line for line in capsys.readouterr().out.splitlines() if "warning:" in line]
+    assert len(warned) == 1
+    assert "metrics.jsonl: lines 2, 4 cannot be read" in warned[0]
+    assert [row["step"] for row in read_rows(copy)] == [1, 3, *range(5, 14)]
+    log.unlink()
+    log.mkdir()
+    with pytest.raises(moezoo.UserError, match=r"metrics.jsonl: cannot be read \(Is a directory\); .* remove it"):
+        moezoo.train(moezoo.compose(f"resume={copy}", "steps=14"))
 
 
 @pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])

@@ -316,6 +316,17 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
     with pytest.raises(moezoo.UserError, match=r"was trained on data with sha256 \w+, and this data has \w+; use"):
         read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg)
 
+    # Two files that become one have the same ids, but other documents.
+    (tmp_path / "b").mkdir()
+    for number, text in enumerate(("one two " * 200, "three four " * 200)):
+        (tmp_path / f"b/{number}.txt").write_text(text)
+    cfg = moezoo.compose(*tiny_text, f"data.path={tmp_path}/b")
+    state = loader_state(7, load(cfg.data, seq_len=16, seed=0, vocab=256), {})
+    (tmp_path / "b/0.txt").write_text("one two " * 199)
+    (tmp_path / "b/1.txt").write_text("one two " + "three four " * 200)
+    with pytest.raises(moezoo.UserError, match=r"was trained on documents with hash \w+, and this data has \w+; use"):
+        read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg)
+
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
     """It is refused before the set-up: below a file, and on a file system that takes no files."""
