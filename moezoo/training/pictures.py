@@ -91,7 +91,9 @@ def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None)
     evaluated = [(row["step"], row["val_loss"]) for row in history if row.get("val_loss") is not None]
     if evaluated:
         at, values = zip(*evaluated, strict=True)
-        label = f"validation ({values[-1]:.3f} at step {at[-1]:,})"
+        best = min(range(len(values)), key=values.__getitem__)
+        best_shown = f", best {values[best]:.3f} at step {at[best]:,}" * (values[best] < values[-1])
+        label = f"validation ({values[-1]:.3f} at step {at[-1]:,}{best_shown})"
         axes.plot(at, values, "o-", color="tab:orange", lw=1, label=label)
     if baseline is not None:
         axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"trigram model, validation ({baseline:.3f})")
