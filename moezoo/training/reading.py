@@ -82,8 +82,9 @@ def read_folder(named: str | Path, key: str) -> ReadRun:
         settings, notes = {}, [f"{error}; its settings are not compared"]
     if lost := lines - len(history):
         notes.append(f"{metrics}: {lost} line{'s' * (lost > 1)} cannot be read")
+    planned = last_step(settings, history)
     history = [clean for row in history if "step" in (clean := _numbers(row))]
-    last, planned = max((row["step"] for row in history), default=0), last_step(settings, history)
+    last = max((row["step"] for row in history), default=0)
     if isinstance(planned, int) and last < planned:
         notes.append(f"{folder}: not finished, at step {last} of {planned}")
     return ReadRun(folder, settings, history, notes)

@@ -358,7 +358,7 @@ def _describe_saves(cfg: TrainConfig) -> str:
     units = ((cfg.checkpoint_minutes, "minute"), (cfg.checkpoint_every, "step"))
     due = [f"every {unit}" if number == 1 else f"every {number:,.10g} {unit}s" for number, unit in units if number]
     newest = f"the newest {cfg.checkpoint_keep}" if cfg.checkpoint_keep > 1 else "the newest"
-    due.append("at each lowest validation loss")
+    due.append("at best validations")
     return f"{', '.join(due)} and at the end; {newest} and the best are kept"
 
 

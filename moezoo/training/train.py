@@ -43,6 +43,7 @@ from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
 from moezoo.training.validations import Validations, count_validations
 from moezoo.training.writers import OnRow, check_writers, make_writers
+from moezoo.typed import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +248,8 @@ def _with_steps(cfg: TrainConfig, epochs: Epochs) -> TrainConfig:
     steps = -(-rows // cfg.batch_size)
     if cfg.steps not in (None, steps):
         raise UserError(
-            f"steps={cfg.steps} epochs={cfg.epochs}: {cfg.epochs} epochs have {rows:,} rows, which are {steps:,} steps "
-            f"of batch_size={cfg.batch_size}; leave one of them out"
+            f"steps={cfg.steps} epochs={cfg.epochs}: {counted(cfg.epochs, 'epoch')} of {rows:,} rows together in "
+            f"batches of {cfg.batch_size} would be {steps:,} steps; leave one of them out"
         )
     return dataclasses.replace(cfg, steps=steps)
 
