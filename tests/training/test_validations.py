@@ -85,7 +85,7 @@ def test_a_run_ends_after_validations_without_a_gain(ended):
     assert lines[-1] == "best        step 2, validation 2.0000 nats per token; checkpoint=best names it"
     assert steps(run.folder / "checkpoints") == [2, 5]
     assert read_folder(run.folder, "run").notes == []  # not: it is not finished
-    outcome = find_outcome(run.folder, Element(0, "run", (), {}), 9)
+    outcome = find_outcome(run.folder, Element(0, "run", {}, []), 9)
     assert (outcome.state, outcome.last) == ("finished", 5)
 
 
@@ -123,10 +123,8 @@ def test_the_best_checkpoint_of_another_folder(ended, train, tmp_path):
 
 def test_commands_read_the_best_checkpoint(copy, tmp_path):
     folder = str(copy)
-    best, second, newest = (
-        load_model(ModelKeys(run_dir=name, **more), [], None)
-        for name, more in ((folder, {"checkpoint": "best"}), (f"{folder}/checkpoints/2", {}), (folder, {}))
-    )
+    named = ModelKeys(run_dir=folder, checkpoint="best"), ModelKeys(run_dir=f"{folder}/checkpoints/2")
+    best, second, newest = (load_model(keys, [], None) for keys in (*named, ModelKeys(run_dir=folder)))
     assert_same_models(best, second)
     assert (np.asarray(best.unembedding) != np.asarray(newest.unembedding)).any()
     convert([f"source={folder}", f"target={tmp_path}/best", "checkpoint=best"])
@@ -194,7 +192,7 @@ def test_epochs_are_as_many_steps_as_read_their_rows(train, tmp_path):
         moezoo.train(dataclasses.replace(moezoo.compose(f"resume={folder}"), steps=99))
     run, _ = train([1.0], f"resume={folder}", "epochs=2")
     assert run.history[-1]["step"] == -(-2 * rows // 8)
-    outcome = find_outcome(folder, Element(0, "run", (), {}), None)
+    outcome = find_outcome(folder, Element(0, "run", {}, []), None)
     assert (outcome.state, outcome.last) == ("finished", -(-2 * rows // 8))
 
 
