@@ -15,6 +15,9 @@ class Keys:
 
     source: str = key("the folder of a run, one of its checkpoints/STEP, or a Hugging Face folder", "SOURCE")
     target: str = key("the Hugging Face folder to write, which must not exist yet", "TARGET")
+    checkpoint: Literal["newest", "best"] = key(
+        "of a run: newest, or best for that of the lowest validation loss", "newest|best", default="newest"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = key(
         "dtype of the parameters; without it, that of the source, and weights of few bits stay so",
         "float32|bfloat16|float16",
@@ -49,12 +52,14 @@ def main(arguments: Sequence[str]) -> None:
     """Print what will be written, and write it."""
     from moezoo.parallel.mesh import cpu_devices, has_started
     from moezoo.training.exporting import plan_export
+    from moezoo.training.validations import best_checkpoint
 
     keys = read(Keys, arguments)
     if not has_started():
         cpu_devices(1)  # nothing runs on a device
+    source = str(best_checkpoint(keys.source, "source")) if keys.checkpoint == "best" else keys.source
     export = plan_export(
-        keys.source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format, keys.init_from, keys.adapter
+        source, keys.target, keys.dtype, keys.like, keys.max_shard_size, keys.format, keys.init_from, keys.adapter
     )
     print("\n".join(export.describe()), flush=True)
     for warning in export.write():
@@ -66,13 +71,14 @@ COMMAND = KeysCommand(
     "convert",
     "write a run or a folder as a new Hugging Face folder",
     main,
-    description="Write the model of a run, of its newest checkpoint, as a Hugging Face folder, or copy a Hugging Face "
-    "folder in another dtype. No device holds the model: it is read and written tensor by tensor.\n"
+    description="Write the model of a run, of its newest checkpoint or its best, as a Hugging Face folder, or copy "
+    "a Hugging Face folder in another dtype. No device holds the model: it is read and written tensor by tensor.\n"
     "A copy has the tokenizer and all else that moezoo.save_pretrained copies with like=. The folder of a run has the "
     "tokenizer of its data.",
     keys=Keys,
     examples=(
         "runs/NAME FOLDER",
+        "runs/NAME FOLDER checkpoint=best",
         "runs/NAME/checkpoints/500 FOLDER dtype=bfloat16",
         "FOLDER OTHER dtype=bfloat16",
         "FOLDER OTHER format=fp8",

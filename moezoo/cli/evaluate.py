@@ -71,13 +71,14 @@ COMMAND = ConfiguredCommand(
     "evaluate",
     "compute the loss of a model on data",
     main,
-    description="Evaluate the newest checkpoint of a run, or the model of a Hugging Face folder: loss, perplexity and "
-    "bits per byte.\nKeys that you do not set have the values of the run; data of files have the tokenizer and end "
-    "token of the run or folder. Keys of training alone have no effect.",
+    description="Evaluate the newest checkpoint of a run, or its best, or the model of a Hugging Face folder: loss, "
+    "perplexity and bits per byte.\nKeys that you do not set have the values of the run; data of files have the "
+    "tokenizer and end token of the run or folder. Keys of training alone have no effect.",
     keys=TextKeys,
     configure=configure,
     examples=(
         "run_dir=runs/NAME",
+        "run_dir=runs/NAME checkpoint=best data.eval_sequences=0",
         "run_dir=runs/NAME mesh=single dispatch=gather data.eval_sequences=0",
         "run_dir=runs/NAME data=text data.validation=FILE data.eval_sequences=0",
         "folder=FOLDER data=text data.path=notes/ seq_len=1024 data.eval_sequences=0",

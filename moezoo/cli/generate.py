@@ -309,7 +309,7 @@ COMMAND = ConfiguredCommand(
     configure=configure,
     examples=(
         'run_dir=runs/NAME prompt="def main(" max_new_tokens=200 temperature=0.8 top_p=0.95 seed=1',
-        "run_dir=runs/NAME prompt=@FILE",
+        "run_dir=runs/NAME checkpoint=best prompt=@FILE",
         'folder=FOLDER prompt="Once" prompt="Then" mesh=ep8 dispatch=gather execution.dtype=bfloat16',
         'folder=FOLDER prompt="Once" mesh=ep8 dtype=stored',
         'folder=FOLDER chat="What is the capital of France?"',

@@ -14,6 +14,9 @@ class ModelKeys:
     """The options that name one model."""
 
     run_dir: str | None = key("the folder of a run, or one of its checkpoints/STEP", "FOLDER", default=None)
+    checkpoint: Literal["newest", "best"] = key(
+        "with run_dir: newest, or best for that of the lowest validation loss", "newest|best", default="newest"
+    )
     folder: str | None = key(
         "instead of run_dir: a Hugging Face folder with config.json, safetensors and, to read text, tokenizer.json",
         "FOLDER",
@@ -40,6 +43,8 @@ class ModelKeys:
                 "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; "
                 "init_from is of training"
             )
+        if self.checkpoint != "newest" and self.folder is not None:
+            raise UserError(f"checkpoint={self.checkpoint}: a folder has no checkpoints; leave it out, or name a run")
         if self.adapter is not None and self.folder is None:
             raise UserError(
                 f"adapter={self.adapter}: a run has its own weights and pairs; leave it out, or name the folder that "
@@ -71,11 +76,19 @@ def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:
     return dataclasses.replace(compose(*changes), model=hub_model_config(keys.folder or ""))
 
 
+def named_run(keys: ModelKeys) -> str:
+    """Return the folder of the run, or that of its best checkpoint. Raises `UserError` where there is no best."""
+    from moezoo.training.validations import best_checkpoint
+
+    run_dir = keys.run_dir or ""
+    return str(best_checkpoint(run_dir, "run_dir")) if keys.checkpoint == "best" else run_dir
+
+
 def load_model(keys: ModelKeys, changes: Sequence[str], execution: Any) -> Any:
     """Return the model: a run's on one device, a folder's laid out for `execution`."""
     from moezoo.hub.loading import from_pretrained
     from moezoo.training.saved import load_run
 
     if keys.folder is None:
-        return load_run(keys.run_dir or "", *changes)[0]
+        return load_run(named_run(keys), *changes)[0]
     return from_pretrained(keys.folder, execution, keys.dtype, adapter=keys.adapter)

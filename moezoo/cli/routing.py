@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.cli.model_keys import load_model
+from moezoo.cli.model_keys import load_model, named_run
 from moezoo.cli.text_keys import TextKeys, configure_text, load_text
 from moezoo.config import overrides
 from moezoo.config.options import key, take
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         compared.append(_Compared(keys.other, lambda: _load(keys.other, place, execution), execution))
     step, older = None, []
     if run is not None:
-        checkpoints, step = find(folder_path(keys.run_dir or "", "run_dir"), "run_dir")
+        checkpoints, step = find(folder_path(named_run(keys), "run_dir"), "run_dir")
         older = [each for each in steps(checkpoints) if each < step]
         compared += [
             _Compared(

@@ -90,14 +90,14 @@ def main(arguments: Sequence[str]) -> int:
         return run_all(sweep, chosen, made, last, start_process)
 
 
-def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequence[int], start: Start) -> int:
+def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequence[int | None], start: Start) -> int:
     """Train those of the `chosen` runs that are not finished, one after the other, and print the table.
 
     Args:
         sweep: All runs, which the table lists.
         chosen: The runs to train.
         folder: The folder of the sweep.
-        last: The last step of each run of the sweep.
+        last: The last step of each run of the sweep, None where its length is in epochs.
         start: Trains a run with these overrides of `moezoo train`.
 
     Returns:
@@ -168,7 +168,7 @@ def _plan(folder: Path, before: "Outcome", title: str) -> list[str] | None:
     from moezoo.host import locking
     from moezoo.training.files import writing_to
 
-    if before.saved == before.last:
+    if before.saved is not None and before.saved == before.last:
         print(f"{title}: {before.state} before", flush=True)
         return None
     if folder.is_dir():
@@ -214,8 +214,8 @@ def _is_ended(code: int) -> bool:
     return code in (128 + signal.SIGINT, 128 + signal.SIGTERM, _READER_GONE)
 
 
-def _check_runs(sweep: Sweep) -> list[int]:
-    """Compose and lay out every run; return their last steps."""
+def _check_runs(sweep: Sweep) -> list[int | None]:
+    """Compose and lay out every run; return their last steps, None of those in epochs."""
     from moezoo.config.build import build_execution
     from moezoo.config.compose import compose
     from moezoo.parallel.mesh import abstract_mesh, cpu_devices, has_started

@@ -11,13 +11,18 @@ def main(overrides: Sequence[str]) -> int:
     from moezoo.config.run_folders import AUTO, find
     from moezoo.parallel import distributed
     from moezoo.training import supervisor
+    from moezoo.training.metrics import read_metrics
     from moezoo.training.signals import Stopped
     from moezoo.training.train import train
+    from moezoo.training.validations import count_validations
 
     cfg = compose(*overrides)
     if f"resume={AUTO}" in overrides and cfg.resume not in (None, AUTO):
         folder, step = find(cfg.resume, "run_dir")
-        if step == cfg.steps:  # a scheduler may start a run again that has just ended
+        before = count_validations(read_metrics(folder.parent / "metrics.jsonl", until=step))
+        if step == cfg.steps or before.exhaust(
+            cfg.eval_patience
+        ):  # a scheduler may start a run again that has just ended
             print(f"{folder.parent} is complete: step {step} is its last", flush=True)
             return 0
     if supervisor.is_wanted(cfg.distributed):

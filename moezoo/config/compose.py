@@ -54,6 +54,7 @@ from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
+_LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 _OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
@@ -406,6 +407,12 @@ def _hydra() -> Iterator[None]:
 
 def _finish(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
     mapping = _place_own(copy.deepcopy(mapping), asked, checks)
+    lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
+    if len(lengths) > 1:
+        given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
+        raise UserError(f"{given}: each says how long the run is; leave one of them out")
+    if any(mapping[key] != value for key, value in lengths.items()):
+        mapping |= dict.fromkeys(_LENGTHS)
     for key, value in asked.changes.items():
         if key not in checks.tags or key in INNER_TAG:  # not a class of the user's own, placed above
             if key == _SOURCES and isinstance(value, str):

@@ -9,7 +9,8 @@ from moezoo.errors import UserError
 _KEYS = {
     word: key
     for key, words in {
-        "steps": "epoch epochs iters iterations max_iters max_steps num_steps total_steps train_steps",
+        "epochs": "epoch max_epochs n_epochs num_epochs num_train_epochs",
+        "steps": "iters iterations max_iters max_steps num_steps total_steps train_steps",
         "seed": "random_seed rng",
         "batch_size": "batch batchsize bs global_batch_size",
         "seq_len": "block_size context_length ctx max_len max_seq_len n_ctx seqlen sequence_length",
@@ -18,6 +19,7 @@ _KEYS = {
         "resume": "checkpoint ckpt from_checkpoint load restore",
         "log_every": "log log_interval logging_steps",
         "eval_every": "eval eval_interval eval_steps",
+        "eval_patience": "early_stopping early_stopping_patience patience",
         "checkpoint_every": "save save_every save_interval save_steps",
         "data": "dataset",
         "data.path": "data_path dataset_path path",

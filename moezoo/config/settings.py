@@ -27,6 +27,9 @@ from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.trackers import TRACKERS, NoTracker, Tracker
 from moezoo.typed import Count, Name, NotNegative, Range, Size, check_fields, show
 
+# With `eval_every` null the run is evaluated at its beginning and after each of so many equal parts.
+_PARTS = 4
+
 ParamDType = Literal["float32", "bfloat16", "stored"]
 
 
@@ -113,6 +116,8 @@ class TrainConfig:
     and every value is checked when it is made, in Python as on the command line: `dataclasses.replace` too raises
     `UserError`.
 
+    `steps` is None where `epochs` is set and the data are not read yet; `train` fills it in.
+
     Of a run that starts from weights, `compose` reads the folder that `init_from` names and fills in the rest:
 
     - `init_sha256`: the hash of what that folder is said to hold, so that another one is not taken for it;
@@ -129,11 +134,12 @@ class TrainConfig:
     distributed: Distributed
     execution: ExecutionSettings
     guard: GuardSettings
-    steps: Count
+    steps: Count | None
     seed: Annotated[int, Range(at_least=0, at_most=2**32 - 1)]
     batch_size: Size
     seq_len: Annotated[int, Range(at_least=2)]
     # Keys with a default are missing from runs of older versions.
+    epochs: Size | None = dataclasses.field(default=None, kw_only=True)
     trained: tuple[str, ...] | None = dataclasses.field(default=None, kw_only=True)
     frozen: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     init_from: str | None = dataclasses.field(default=None, kw_only=True)
@@ -143,7 +149,8 @@ class TrainConfig:
     adapter: Adapter = dataclasses.field(default_factory=NoAdapter, kw_only=True)
     run_dir: str | None
     resume: str | None
-    eval_every: Count
+    eval_every: Count | None
+    eval_patience: Size | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_minutes: NotNegative | None = dataclasses.field(default=None, kw_only=True)
     checkpoint_every: Count
     checkpoint_keep: Size
@@ -170,9 +177,29 @@ class TrainConfig:
         """The number of micro-batches of a step: those that pass through stages at once, times the micro-steps."""
         return math.prod(self.parts.values())
 
+    @property
+    def last_step(self) -> int:
+        """The number of steps, which is known here: `steps` is not None."""
+        assert self.steps is not None
+        return self.steps
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the model is evaluated after `step`, or for 0 before the first step."""
+        last, every = self.last_step, self.eval_every
+        if every is None:
+            return step in {-(-last * part // _PARTS) for part in range(_PARTS + 1)}
+        return step == last or (0 < every <= step and step % every == 0)
+
     def __post_init__(self):
         check_fields("", self)
-        if self.profile.last > self.steps:
+        if self.steps is None and self.epochs is None:
+            raise UserError("steps=null epochs=null: nothing says how long the run is; set one of them")
+        if self.eval_patience is not None and self.eval_every == 0:
+            raise UserError(
+                f"eval_patience={self.eval_patience} needs evaluations during the run and eval_every=0 has one at its "
+                "end only; set eval_every to a number of steps, or to null"
+            )
+        if self.steps is not None and self.profile.last > self.steps:
             raise UserError(
                 f"profile.start={self.profile.start} profile.steps={self.profile.steps} ends with step "
                 f"{self.profile.last} and steps={self.steps}; begin earlier, or record fewer steps"

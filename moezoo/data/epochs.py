@@ -16,6 +16,7 @@ from moezoo.data.packing import Fitted, Packed, count_kept, fit, pack
 from moezoo.data.rows import Batch, Rows
 from moezoo.data.source import Source, read_checked
 from moezoo.data.windows import Windows
+from moezoo.errors import UserError
 
 # More rows than a run can read. The length of grain's own endless repetition overflows in batches of one.
 ENDLESS = 2**62
@@ -44,6 +45,10 @@ class Epochs(abc.ABC):
     @abc.abstractmethod
     def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
         """Return the number of tokens in each row, padding not counted, without reading any."""
+
+    @abc.abstractmethod
+    def count(self, epochs: int) -> int:
+        """Return the number of rows of the first `epochs` epochs. Raises `UserError` where data have none."""
 
     def by_source(self, numbers: _Numbers) -> dict[str, int]:
         """Return how many tokens of each source of a mixture are in rows; nothing for other data."""
@@ -113,6 +118,9 @@ class _Shuffled(_OneSource):
         # Epochs are repeated before rows are grouped, so that no remainder of an epoch is lost.
         self._order: Any = grain.MapDataset.range(count).seed(seed).shuffle().repeat(ENDLESS // count)
 
+    def count(self, epochs: int) -> int:
+        return epochs * len(self.rows(0))
+
     def locate(self, numbers: _Numbers) -> _Places:
         indices = np.array([self._order[int(number)] for number in numbers], np.int64)
         return _Places(np.zeros_like(indices), indices)
@@ -124,6 +132,9 @@ class _Reordered(_OneSource):
     def __init__(self, source: Source, shards: np.ndarray, seq_len: int, seed: int):
         self._count = len(Windows(source.train, seq_len))
         super().__init__(source, lambda epoch: Windows(reorder(source.train, shards, seed=seed, epoch=epoch), seq_len))
+
+    def count(self, epochs: int) -> int:
+        return epochs * self._count
 
     def locate(self, numbers: _Numbers) -> _Places:
         return _Places(*np.divmod(numbers.astype(np.int64), self._count))
@@ -171,12 +182,20 @@ class PackedEpochs(_OneSource):
             f"seq_len={self._seq_len}; seq_len={chosen} keeps {_ENOUGH}%"
         ]
 
-    def locate(self, numbers: _Numbers) -> _Places:
+    def count(self, epochs: int) -> int:
+        return self._pack_while(lambda ends: len(ends) <= epochs)[epochs]
+
+    def _pack_while(self, wanting: Callable[[list[int]], bool]) -> list[int]:
+        """Return the numbers of rows before each epoch, up to an epoch with which `wanting` them is False."""
         # How many rows an epoch has is known when it is packed. Threads may add the same number at the same time.
         ends = self._ends
-        while ends[-1] <= numbers.max(initial=0):
+        while wanting(ends):
             ends = [*ends, ends[-1] + len(self.rows(len(ends) - 1))]
         self._ends = max(self._ends, ends, key=len)
+        return ends
+
+    def locate(self, numbers: _Numbers) -> _Places:
+        ends = self._pack_while(lambda ends: ends[-1] <= numbers.max(initial=0))
         epochs = np.searchsorted(ends, numbers, side="right") - 1
         return _Places(epochs, numbers - np.array(ends, np.int64)[epochs])
 
@@ -215,6 +234,12 @@ class _Mixed(Epochs):
             chosen = drawn.sources == number
             sizes[chosen] = self._epochs[int(number)].sizes(drawn.indices[chosen])
         return sizes
+
+    def count(self, epochs: int) -> int:
+        raise UserError(
+            f"epochs={epochs}: rows of a mixture are drawn by weight, so its sources have epochs of their own and all "
+            "together have none; set steps"
+        )
 
     def by_source(self, numbers: _Numbers) -> dict[str, int]:
         sources, sizes = self._draws.locate(numbers).sources, self.sizes(numbers)

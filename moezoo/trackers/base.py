@@ -28,8 +28,9 @@ class Writer(abc.ABC):
         """Receive a logged row, which is not to be changed.
 
         Args:
-            row: Its losses, the figures of routing, the seconds per step and the memory.
-            load: The assignments of the row's step per [MoE layer, expert]; None for a run without steps.
+            row: Its losses, the figures of routing, the seconds per step and the memory; that of step 0, before the
+                first step, has a validation loss alone.
+            load: The assignments of the row's step per [MoE layer, expert]; None with the row of step 0.
         """
 
     def picture(self, path: Path) -> None:

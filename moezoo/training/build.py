@@ -41,7 +41,8 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
     """
     blueprint = blueprint_on(cfg, execution, blueprint)
     shapes = blueprint.shapes
-    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps, execution.placements(shapes))
+    # Where `epochs` are not steps yet nothing is trained: a plan has the same program, with other numbers in it.
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps or 0, execution.placements(shapes))
     count = cfg.micro_batches
     tokens = jax.ShapeDtypeStruct((count, cfg.batch_size // count, cfg.seq_len), jnp.int32)
     step = Step(blueprint, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, cfg.seed)

@@ -59,8 +59,8 @@ FROZEN = "frozen"
 
 
 def count_kept(cfg: TrainConfig) -> int:
-    """Return how many checkpoints stay in the folder of a run between two saves."""
-    return cfg.checkpoint_keep
+    """Return how many checkpoints stay in the folder of a run between two saves, with the best of several evaluations."""
+    return cfg.checkpoint_keep + (cfg.eval_every != 0)
 
 
 class Checkpoints:
@@ -74,7 +74,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, count: int, size: int):
-        """Use `folder`, and keep the newest `count` checkpoints in it; all arrays of one have `size` bytes together."""
+        """Use `folder`, and keep the newest `count` checkpoints in it and the best; each has `size` bytes of arrays."""
         import orbax.checkpoint as ocp
 
         _silence_orbax()
@@ -94,11 +94,12 @@ class Checkpoints:
                 remove_folder(folder / FROZEN)
         self._has_frozen = distributed.first((folder / FROZEN).is_dir)
 
-    def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any], best: int | None = None) -> None:
         """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
 
         `trees` are trees of arrays by name, `about` JSON values for about.json. The tree `FROZEN` is that of the run,
-        always with the same numbers, and written once. Raises `UserError` if the previous save failed.
+        always with the same numbers, and written once. The checkpoint of step `best` is kept beside the newest ones.
+        Raises `UserError` if the previous save failed.
         """
         import orbax.checkpoint as ocp
 
@@ -118,7 +119,9 @@ class Checkpoints:
         except Exception as error:
             self._error = error
             self._check()
-        self._finishing = threading.Thread(target=self._finish, args=(step, unfinished, contents), name="checkpoint")
+        self._finishing = threading.Thread(
+            target=self._finish, args=(step, unfinished, contents, best), name="checkpoint"
+        )
         self._finishing.start()
 
     def wait(self) -> None:
@@ -162,7 +165,7 @@ class Checkpoints:
         last = f"the last complete one is step {max(have)}" if have else "there is no earlier one"
         return f"{self.folder}: a checkpoint could not be written ({why}); {last}"
 
-    def _finish(self, step: int, unfinished: Path, about: Mapping[str, Any]) -> None:
+    def _finish(self, step: int, unfinished: Path, about: Mapping[str, Any], best: int | None) -> None:
         try:
             self._orbax.wait_until_finished()
             if not distributed.is_first():
@@ -179,7 +182,8 @@ class Checkpoints:
             if not self._remote:
                 os.rename(unfinished, self.folder / str(step))
             for old in steps(self.folder)[: -self._count]:
-                _remove(self.folder, old)
+                if old != best:
+                    _remove(self.folder, old)
             self.seconds = time.monotonic() - self._began
         except Exception as error:
             self._error = error

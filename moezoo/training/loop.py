@@ -35,6 +35,7 @@ from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.rounding import COUNTED_STEPS, as_counts
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import CompiledStep, Metrics, State, Step, check_shardings
+from moezoo.training.validations import Validations
 from moezoo.training.waiting import Waiting
 from moezoo.typed import counted
 
@@ -84,7 +85,8 @@ class Loop:
     """Trains, logs, evaluates and saves.
 
     - `loads`: the assignments per expert of the last logged steps;
-    - `seen`: of a mixture, how many tokens of each source were read, padding not counted.
+    - `seen`: of a mixture, how many tokens of each source were read, padding not counted;
+    - `validations`: what they came to so far.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class Loop:
         checkpoints: Checkpoints,
         feed: Feed,
         seen: Mapping[str, int] = types.MappingProxyType({}),
+        validations: Validations = Validations(),  # noqa: B008  (it is not changed)
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Prepare for the steps after a checkpoint, which has counted `seen`, or for those of a new run.
+        """Prepare for the steps of a new run, or of one after a checkpoint, up to which `seen` and `validations` count.
 
         `clock` returns seconds; it decides when a checkpoint is due by `checkpoint_minutes`.
         """
@@ -108,7 +111,7 @@ class Loop:
         assert isinstance(execution.mesh, Mesh)
         self._mesh = execution.mesh
         self.loads: list[np.ndarray] = []
-        self._epochs, self.seen = epochs, collections.Counter(seen)
+        self._epochs, self.seen, self.validations = epochs, collections.Counter(seen), validations
         self._source, self._clock, self._saved_at = source, clock, 0.0
         self._lost = np.zeros(2, np.int64)
         self._evaluator = Evaluator(step.blueprint.shapes, source, cfg, execution)
@@ -116,14 +119,16 @@ class Loop:
     def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end, also without a step.
 
+        The last step is that of `steps`, or that of a validation with which `eval_patience` is exhausted.
+
         Raises:
             Stopped: After the step during which a signal came, without the rest of its evaluation; its state is saved.
                 In a command, a signal before the first step ends the process.
             UserError: A checkpoint cannot be written, or too many steps in a row are skipped.
         """
-        cfg = self.cfg
+        cfg, final = self.cfg, self.cfg.last_step
         check_shardings(state, self.step.state_shardings)
-        if start == cfg.steps:
+        if start == final:
             return state, self._evaluate_only(state, signals)
         compiled = self._compile()
         tokens, since, spent = 0, start, _Spent()
@@ -135,7 +140,10 @@ class Loop:
             Waiting(self._mesh, progress.print) as waiting,
             self._profiler(compiled, progress) as profiler,
         ):
-            for number in profiler.follow(range(start + 1, cfg.steps + 1)):
+            if start == 0 and cfg.is_evaluated(0) and self.validations == Validations():
+                self._evaluate_first(state, signals, progress, waiting)
+            number = start
+            for number in profiler.follow(range(start + 1, final + 1)):
                 asked = _Asked(signals.number, self._is_save_due()).agree()
                 if asked.signal:
                     self._stop(number - 1, state, asked.signal)
@@ -160,11 +168,12 @@ class Loop:
                 )
                 progress.step(number)
                 self._check_skipped(number, metrics, progress)
-                self._check_rounding(number - start, metrics, progress, last=number == cfg.steps)
-                last = number == cfg.steps
-                evaluate = last or (cfg.eval_every > 0 and number % cfg.eval_every == 0)
+                self._check_rounding(number - start, metrics, progress, last=number == final)
+                evaluate, gain = cfg.is_evaluated(number), False
                 if evaluate:
                     evaluation = self._evaluate(state.model, signals, progress, waiting)
+                    gain = self._count(number, evaluation)
+                last = number == final or self.validations.exhaust(cfg.eval_patience)
                 logged = cfg.log_every > 0 and number % cfg.log_every == 0
                 if logged or evaluate or number == 1:
                     row = _row(number, metrics, evaluation if evaluate else None, self.seen)
@@ -174,26 +183,26 @@ class Loop:
                         writer.row(row, self.loads[-1])
                     tokens, since, spent = 0, number, _Spent()
                 due |= cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0
-                # While steps are skipped the state may be the reason, so it is not saved.
-                if last or (due and not int(metrics.skipped_in_a_row)):
+                # While steps are skipped the state may be the reason, so it is not saved unless it is the best.
+                if last or gain or (due and not int(metrics.skipped_in_a_row)):
                     began = time.perf_counter()
                     self._save(number, state)
                     spent.saving += time.perf_counter() - began
                     due = False
+                if last:
+                    break
             self.checkpoints.wait()
             # A signal during the last step or its save also ends the run.
             if asked := distributed.largest(signals.number):
-                self._stop(cfg.steps, state, asked)
+                self._stop(number, state, asked)
         assert evaluation is not None
         return state, evaluation
 
     def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
         """Evaluate and save the state of a run without steps."""
         with signals.awaiting(), self._progress(0) as progress, Waiting(self._mesh, progress.print) as waiting:
-            found = self._evaluate(state.model, signals, progress, waiting)
+            found = self._evaluate_first(state, signals, progress, waiting)
             if found is not None:
-                for writer in self.writers:
-                    writer.row({"step": 0, "val_loss": found.loss, "time": time.time()}, None)
                 self._save(0, state)
                 self.checkpoints.wait()
             if asked := distributed.largest(signals.number):
@@ -201,9 +210,29 @@ class Loop:
         assert found is not None
         return found
 
+    def _evaluate_first(
+        self, state: State, signals: Signals, progress: Progress, waiting: Waiting
+    ) -> Evaluation | None:
+        """Evaluate before the first step, log a row of that alone, and save a state that is the best."""
+        found = self._evaluate(state.model, signals, progress, waiting)
+        if found is not None:
+            row = {"step": 0, "time": time.time(), **_validation(found)}
+            for writer in (*self.writers, progress):
+                writer.row(row, None)
+        if self._count(0, found):
+            self._save(0, state)
+        return found
+
+    def _count(self, number: int, evaluation: Evaluation | None) -> bool:
+        """Count an evaluation, unless a signal cut it off; return whether it is the best so far."""
+        if evaluation is None:
+            return False
+        self.validations = self.validations.after(number, evaluation.loss)
+        return self.validations.step == number
+
     def _progress(self, start: int) -> Progress:
         tokens = self.cfg.batch_size * self.cfg.seq_len
-        return Progress(start, self.cfg.steps, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
+        return Progress(start, self.cfg.last_step, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
 
     def _profiler(self, compiled: CompiledStep, progress: Progress) -> Profiler:
         return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled.program, self._mesh, progress.print)
@@ -244,12 +273,17 @@ class Loop:
     def _stop(self, done: int, state: State, number: int) -> None:
         """Raise `Stopped` after step `done` because of the signal `number`; save first if step `done` is not saved."""
         name, folder = signal.Signals(number).name, self.checkpoints.folder.parent
+        self.checkpoints.wait()
         if done == 0 and not distributed.first(lambda: 0 in steps(self.checkpoints.folder)):
             raise Stopped(f"stopped by {name} before its first step; nothing was saved: start again", number)
         if not distributed.first(lambda: done in steps(self.checkpoints.folder)):
             self._save(done, state)
             self.checkpoints.wait()
-        more = "" if done < self.cfg.steps else f" and steps above {done}, as this was the last"
+        more = ""
+        if done == self.cfg.last_step:
+            more = f" and steps above {done}, as this was the last"
+        elif self.validations.exhaust(self.cfg.eval_patience):
+            more = f" and eval_patience above {self.validations.since}, so many evaluations had no lower loss"
         raise Stopped(f"stopped by {name} after step {done}, saved; continue with resume={folder}{more}", number)
 
     def _save(self, number: int, state: State) -> None:
@@ -264,7 +298,8 @@ class Loop:
                 trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
                 if not self.checkpoints.keeps_frozen:
                     trees["model"] = eqx.combine(trees["model"], trees.pop(FROZEN))
-        self.checkpoints.save(number, trees, describe_run(self.cfg, loader_state(read, self._source, self.seen)))
+        about = describe_run(self.cfg, loader_state(read, self._source, self.seen))
+        self.checkpoints.save(number, trees, about, best=self.validations.step)
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:
         """Report a skipped step; raise `UserError` after too many in a row."""
@@ -315,8 +350,9 @@ def _row(step: int, metrics: Metrics, evaluation: Evaluation | None, seen: Mappi
         row["dropped_by_layer"] = values.dropped.tolist()
     if seen:
         row["tokens_by_source"] = dict(seen)
-    if evaluation is not None:
-        row["val_loss"] = evaluation.loss
-        if evaluation.by_source:
-            row["val_loss_by_source"] = {name: own.loss for name, own in evaluation.by_source.items()}
-    return row
+    return row if evaluation is None else row | _validation(evaluation)
+
+
+def _validation(evaluation: Evaluation) -> MetricsRow:
+    by_source = {name: own.loss for name, own in evaluation.by_source.items()}
+    return {"val_loss": evaluation.loss} | ({"val_loss_by_source": by_source} if by_source else {})

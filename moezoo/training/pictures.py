@@ -80,7 +80,8 @@ def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None)
     `baseline` is the validation loss of a trigram model, if there is one.
     """
     figure, axes = _figure(7, 4.2)
-    steps, losses = [row["step"] for row in history], _column(history, "loss")
+    trained = [row for row in history if row["step"]]  # a row of step 0 is an evaluation alone
+    steps, losses = [row["step"] for row in trained], _column(trained, "loss")
     smoothed = len(steps) >= _LEAST_SMOOTHED
     style = {"lw": 1, "alpha": 0.4} if smoothed else {"lw": 1.5, "marker": ".", "ms": 9}
     axes.plot(steps, losses, color="tab:blue", label="training, logged steps", **style)
@@ -91,7 +92,9 @@ def draw_losses(history: list[MetricsRow], *, unit: str, baseline: float | None)
     evaluated = [(row["step"], row["val_loss"]) for row in history if row.get("val_loss") is not None]
     if evaluated:
         at, values = zip(*evaluated, strict=True)
-        label = f"validation ({values[-1]:.3f} at step {at[-1]:,})"
+        best = min(range(len(values)), key=values.__getitem__)
+        best_shown = f", best {values[best]:.3f} at step {at[best]:,}" * (values[best] < values[-1])
+        label = f"validation ({values[-1]:.3f} at step {at[-1]:,}{best_shown})"
         axes.plot(at, values, "o-", color="tab:orange", lw=1, label=label)
     if baseline is not None:
         axes.axhline(baseline, color="gray", ls="--", lw=1, label=f"trigram model, validation ({baseline:.3f})")
@@ -224,12 +227,14 @@ def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | No
         emphasised, beside = best == number, best not in (None, number)
         color = "black" if emphasised else f"C{number % 10}"
         style = {"color": color, "zorder": 2 + emphasised, "ls": ("-", "--", ":")[number // 10 % 3]}
-        steps, losses = np.array([row["step"] for row in history]) * scale, _column(history, "loss")
+        trained = [row for row in history if row["step"]]
+        steps, losses = np.array([row["step"] for row in trained]) * scale, _column(trained, "loss")
+        at, values = np.array([row["step"] for row in history]) * scale, _column(history, "val_loss")
+        first = losses[:1]
         if len(steps) >= _LEAST_SMOOTHED:
             losses = moving_average(losses, int(len(steps) * _SMOOTHED_SHARE) // 2 * 2 + 1)
         alone = "x" * (len(steps) == 1)  # no line would show it
         axes.plot(steps, losses, marker=alone, lw=1, alpha=0.25 if beside else 0.5, **style)
-        at, values = steps, _column(history, "val_loss")
         shown = ~np.isnan(values)
         last = f" ({values[shown][-1]:.3f})" if shown.any() else ""
         name = f"{'best: ' * emphasised}{label}{last}" if number < _MOST_NAMED or emphasised else None
@@ -237,7 +242,7 @@ def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | No
             at[shown], values[shown], marker="o", ms=4, lw=2.5 if emphasised else 1.3, alpha=0.5 if beside else 1,
             label=name, **style,
         )  # fmt: skip
-        top = max(top, *_column(history, "loss")[:1], *values[shown][:1])
+        top = max(top, *first, *values[shown][:1])
     if top and axes.get_ylim()[1] > _MOST_ABOVE * top:
         axes.set_ylim(top=_MOST_ABOVE * top)
     _mark_integers(axes.xaxis)

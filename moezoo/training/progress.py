@@ -62,6 +62,13 @@ class Progress(Writer):
 
     def row(self, row: MetricsRow, load: np.ndarray | None) -> None:
         """Print a logged row; warn the first time that some of the assignments of its step are dropped."""
+        if "loss" not in row:  # of the evaluation before the first step
+            text = f"validation {row['val_loss']:.4f}"
+            if self._bar is not None:
+                self._bar.update(self._task, description=text)
+            else:
+                self.print(f"step {row['step']}/{self._steps}  {text}")
+            return
         assignments = 0 if load is None else int(load.sum())
         text = f"loss {row['loss']:.4f}"
         if row["dropped"]:

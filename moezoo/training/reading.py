@@ -13,6 +13,7 @@ from moezoo.config.run_folders import run_folder
 from moezoo.errors import UserError
 from moezoo.training.metrics import MetricsRow, read_metrics
 from moezoo.training.resume import flatten
+from moezoo.training.validations import last_step
 from moezoo.typed import show
 
 _FIGURES_SHARE = 1 / 10  # the training loss of a run is the mean of this share of its logged steps, the last ones
@@ -81,8 +82,9 @@ def read_folder(named: str | Path, key: str) -> ReadRun:
         settings, notes = {}, [f"{error}; its settings are not compared"]
     if lost := lines - len(history):
         notes.append(f"{metrics}: {lost} line{'s' * (lost > 1)} cannot be read")
+    planned = last_step(settings, history)
     history = [clean for row in history if "step" in (clean := _numbers(row))]
-    last, planned = max((row["step"] for row in history), default=0), settings.get("steps")
+    last = max((row["step"] for row in history), default=0)
     if isinstance(planned, int) and last < planned:
         notes.append(f"{folder}: not finished, at step {last} of {planned}")
     return ReadRun(folder, settings, history, notes)

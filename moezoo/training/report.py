@@ -39,6 +39,7 @@ from moezoo.training.evaluate import Evaluation
 from moezoo.training.sample import Sample
 from moezoo.training.stage_lines import stage_lines
 from moezoo.training.step import Step
+from moezoo.training.validations import Validations
 from moezoo.typed import counted, show
 
 HELD_OUT_FILE = "held_out.txt"
@@ -303,7 +304,7 @@ def summarize(
     if execution.routing != "learned":
         rows.append(("routing", f"{execution.routing}: for speed measurements only, the router chooses no expert"))
     rows += [
-        ("optimizer", rate_line(cfg.optimizer, cfg.schedule, cfg.steps)),
+        ("optimizer", rate_line(cfg.optimizer, cfg.schedule, cfg.last_step)),
         *(("optimizer", line) for line in optimizer_lines(step.update_work, traffic)),
         *(("kernels", line) for line in kernel_lines(execution, cfg.seq_len, model.stacks)),
         (
@@ -322,8 +323,10 @@ def summarize(
     ]
     if baseline is not None:
         rows.append(("baseline", f"{baseline:.3f} nats per {source.unit}, the validation loss of a trigram model"))
-    total = cfg.steps * cfg.batch_size * cfg.seq_len
-    sizes = f"{cfg.steps:,} steps x {cfg.batch_size} sequences x {cfg.seq_len} tokens = {total:,} tokens"
+    total = cfg.last_step * cfg.batch_size * cfg.seq_len
+    sizes = f"{cfg.last_step:,} steps x {cfg.batch_size} sequences x {cfg.seq_len} tokens = {total:,} tokens"
+    if cfg.epochs is not None:
+        sizes += f", {counted(cfg.epochs, 'epoch')} of {epochs.count(1):,} rows"
     return [*rows, ("steps", sizes), ("checkpoint", _describe_saves(cfg))]
 
 
@@ -354,8 +357,9 @@ def data_rows(source: Source) -> list[tuple[str, str]]:
 def _describe_saves(cfg: TrainConfig) -> str:
     units = ((cfg.checkpoint_minutes, "minute"), (cfg.checkpoint_every, "step"))
     due = [f"every {unit}" if number == 1 else f"every {number:,.10g} {unit}s" for number, unit in units if number]
-    kept = f"the newest {cfg.checkpoint_keep} are kept" if cfg.checkpoint_keep > 1 else "only the newest is kept"
-    return f"{', '.join(due)} and at the end; {kept}" if due else "only at the end"
+    newest = f"the newest {cfg.checkpoint_keep}" if cfg.checkpoint_keep > 1 else "the newest"
+    due.append("at best validations")
+    return f"{', '.join(due)} and at the end; {newest} and the best are kept"
 
 
 def print_lines(rows: Sequence[tuple[str, str]]) -> None:
@@ -374,9 +378,19 @@ def print_lines(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def print_results(
-    evaluation: Evaluation, baseline: float | None, sample: Sample, folder: RunPath, unit: str, seen: Mapping[str, int]
+    cfg: TrainConfig,
+    evaluation: Evaluation,
+    validations: Validations,
+    baseline: float | None,
+    sample: Sample,
+    folder: RunPath,
+    unit: str,
+    seen: Mapping[str, int],
 ) -> None:
-    """Print the validation loss, a sample, and the files of the run; `seen` are the tokens that were read by source."""
+    """Print the validation loss, a sample, the files of the run, and its best step.
+
+    `seen` are the tokens that were read by source.
+    """
     compared = f" (trigram {baseline:.3f})" if baseline is not None else ""
     rows = [("validation", f"{evaluation.loss:.4f} nats per {unit} over {evaluation.tokens:,} {unit}s{compared}")]
     rows += [
@@ -402,4 +416,12 @@ def print_results(
     ):
         if (folder / name).exists():
             rows.append(("files", f"{folder / name}  {what}"))
+    if validations.exhaust(cfg.eval_patience):
+        rows.append(("ended", f"by eval_patience={cfg.eval_patience}: so many evaluations had no lower loss"))
+    if (best := validations.step) is None:
+        rows.append(("best", "no validation loss was finite"))
+    else:
+        kept = (folder / "checkpoints" / str(best)).exists()
+        where = "checkpoint=best names it" if kept else f"its checkpoint is not in {folder}"
+        rows.append(("best", f"step {best}, validation {validations.loss:.4f} nats per {unit}; {where}"))
     print_lines(rows)

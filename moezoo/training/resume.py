@@ -65,6 +65,8 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
         old, new = before.get(key), after.get(key)
         if COPIED.fullmatch(key):
             old = copies.get(key, old)
+        if key == "steps" and new is None:  # the line of epochs says it
+            continue
         if old == new or (COPIED.fullmatch(key) and _is_same_text(old, new)):
             continue
         if any(key == kept or key.startswith(f"{kept}.") for kept in _FIXED) and not _FREE.fullmatch(key):
@@ -82,7 +84,7 @@ def list_rate_change(cfg: TrainConfig, saved: Mapping[str, Any], step: int) -> l
     A schedule follows `steps`, so a run that is made longer goes on at the rate of a shorter part of it.
     """
     old, new = (
-        float(each.schedule.rate(each.optimizer.learning_rate, jnp.int32(step), each.steps))
+        float(each.schedule.rate(each.optimizer.learning_rate, jnp.int32(step), each.last_step))
         for each in (from_saved(saved), cfg)
     )
     if abs(new - old) <= 1e-5 * old:

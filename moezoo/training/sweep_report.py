@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from moezoo.config.overrides import read_yaml
 from moezoo.config.run_folders import steps
 from moezoo.config.sweeping import Element, Sweep
 from moezoo.errors import UserError
@@ -15,6 +16,7 @@ from moezoo.training.files import replace_text, writing_to
 from moezoo.training.metrics import read_metrics
 from moezoo.training.pictures import Curve, runs_picture
 from moezoo.training.reading import Figures, describe_unit, figures_of, markdown_table, read_folder
+from moezoo.training.validations import last_step
 from moezoo.typed import show
 
 FAILURE = "error.txt"  # in the folder of a run that failed: its line
@@ -31,7 +33,7 @@ class Outcome(NamedTuple):
         state: "finished" with a validation loss of its last step; "failed"; "begun" and not finished; or "waiting".
         line: Why it failed, or how far it is; empty for the others.
         saved: The step of its newest checkpoint; None without one.
-        last: The step at which it ends.
+        last: The step at which it ends; None where a run with epochs has not begun.
         figures: What it came to.
     """
 
@@ -39,7 +41,7 @@ class Outcome(NamedTuple):
     state: State
     line: str
     saved: int | None
-    last: int
+    last: int | None
     figures: Figures
 
 
@@ -59,14 +61,16 @@ class OverSeeds(NamedTuple):
     spread: float | None
 
 
-def find_outcome(folder: Path, element: Element, last: int) -> Outcome:
-    """Return how far the run in `folder` is, whose last step is `last`."""
+def find_outcome(folder: Path, element: Element, last: int | None) -> Outcome:
+    """Return how far the run in `folder` is; `last` is the last step that it asks for, None where it is in epochs."""
     history = read_metrics(folder / "metrics.jsonl", until=sys.maxsize)
     saved = max(steps(folder / "checkpoints"), default=None)
     figures, failure = figures_of(history), folder / FAILURE
+    with contextlib.suppress(UserError):  # of a run that has not begun, or a damaged file
+        last = last_step(read_yaml(folder / "config.yaml"), history) or last
     final = next((row for row in history if row["step"] == last), {})
     state, line = "waiting", ""
-    if saved == last:
+    if saved is not None and saved == last:
         state = "finished"
         if "val_loss" not in final:
             evaluate = f"moezoo evaluate run_dir={folder} computes it"
@@ -76,7 +80,7 @@ def find_outcome(folder: Path, element: Element, last: int) -> Outcome:
     elif failure.is_file():
         state, line = "failed", failure.read_text(errors="replace").strip()
     elif saved is not None or (folder / "config.yaml").exists():
-        state, line = "begun", f"at step {figures.step or 0} of {last}"
+        state, line = "begun", f"at step {figures.step or 0} of {'?' if last is None else last}"
     return Outcome(element, state, line, saved, last, figures)
 
 

@@ -42,7 +42,9 @@ from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
 from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
+from moezoo.training.validations import Validations, count_validations
 from moezoo.training.writers import OnRow, check_writers, make_writers
+from moezoo.typed import counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Run:
     - `model`: the trained model, on the mesh;
     - `history`: the rows of metrics.jsonl;
     - `folder`: the run folder;
-    - `evaluation`, `sample`: of the last step.
+    - `evaluation`, `sample`: of the last step;
+    - `validations`: which validation was the best, at which step.
     """
 
     model: LanguageModel
@@ -60,6 +63,7 @@ class Run:
     folder: Path
     evaluation: Evaluation
     sample: Sample
+    validations: Validations
 
 
 class _Checkpoint(NamedTuple):
@@ -72,8 +76,9 @@ class _Checkpoint(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What a run needs before it writes anything; every setting is checked."""
+    """What a run needs before it writes anything; every setting is checked, and `cfg.steps` known."""
 
+    cfg: TrainConfig
     execution: Execution
     source: Source
     epochs: Epochs
@@ -83,6 +88,7 @@ class _Prepared(NamedTuple):
     batches_read: int
     seen: dict[str, int]
     changed: list[str]
+    history: list[MetricsRow]
     warnings: list[str]
 
 
@@ -115,7 +121,7 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
     distributed.together(lambda: check_writers(cfg, on_row))
     before = _find_checkpoint(cfg)
     prepared = distributed.together(lambda: _prepare(cfg, before))
-    execution, source, step = prepared.execution, prepared.source, prepared.step
+    cfg, execution, source, step = prepared.cfg, prepared.execution, prepared.source, prepared.step
     if distributed.several():
         facts = source.facts(cfg.seq_len)
         distributed.check_same(facts, f"processes read different data={source.name}", "give all of them the same files")
@@ -123,7 +129,7 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
 
     cache = use_cache(cfg.cache_dir, execution.mesh)
 
-    history, start, resumed, changes = [], 0, None, []
+    history, start, resumed, changes = prepared.history, 0, None, []
     if before is None:
         state = build_state(cfg, execution, step)
         changes = [] if cfg.init_from is None else distributed.together(lambda: describe_start(cfg))
@@ -133,7 +139,6 @@ def train(cfg: TrainConfig, *, on_row: OnRow | None = None) -> Run:
         saved = restore_run(cfg, folder, start, before.about, execution, training=target[1:])
         state = State(saved["model"], *saved["training"])
         log = before.run_dir / "metrics.jsonl"
-        history = distributed.together(lambda: read_metrics(log, until=start))
         changes = _describe_resume(before, prepared)
         if cfg.profile.start is not None and cfg.profile.start <= start:
             changes.append(("profile", f"none: profile.start={cfg.profile.start} is not after step {start}"))
@@ -171,7 +176,9 @@ def _train(
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
-    loop = Loop(cfg, execution, step, source, prepared.epochs, writers, checkpoints, feed, prepared.seen)
+    # The first process counts for all: another may still see an older file.
+    before = Validations(*distributed.first(lambda: count_validations(prepared.history)))
+    loop = Loop(cfg, execution, step, source, prepared.epochs, writers, checkpoints, feed, prepared.seen, before)
     with Signals() as signals:
         try:
             state, evaluation = loop.train(state, batches, start, signals)
@@ -191,8 +198,8 @@ def _train(
         for writer, name in itertools.product(writers, ("loss.png", "routing.png", "expert_load.png")):
             if (folder / name).exists():
                 writer.picture(folder / name)
-    report.print_results(evaluation, prepared.baseline, text, folder, source.unit, loop.seen)
-    return Run(state.model, log.history, folder, evaluation, text)
+    report.print_results(cfg, evaluation, loop.validations, prepared.baseline, text, folder, source.unit, loop.seen)
+    return Run(state.model, log.history, folder, evaluation, text, loop.validations)
 
 
 def _folder_path(cfg: TrainConfig, key: Literal["run_dir", "resume"]) -> str | None:
@@ -212,8 +219,8 @@ def _find_checkpoint(cfg: TrainConfig) -> _Checkpoint | None:
         check_idle(cfg, folder.parent)
         saved = list_saved(folder)
         about = read_about(folder, step)  # first: a folder that is no checkpoint is at no step
-        if step >= cfg.steps:
-            raise UserError(f"resume={named} is at step {step} and steps={cfg.steps}; set steps above {step}")
+        if cfg.steps is not None:
+            _check_goes_on(cfg, step)
         return [str(folder.parent), step, about, saved]
 
     run_dir, step, about, saved = distributed.first(verify)
@@ -229,20 +236,50 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     if cfg.profile.start is not None:
         add_xla_flags(NO_CUDA_GRAPHS)
     execution = build_execution(cfg)
-    if before is not None:  # it computes, so JAX has to have its devices
-        changed += list_rate_change(cfg, before.about["config"], before.step)
-    step = build_step(cfg, execution)
-    warnings = check_memory(step) if cfg.steps else []
-    if distributed.is_first():
-        with writing_to("run_dir", folder):
-            check_disk(cfg, step, folder)
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
     seen = {} if before is None else before.about["loader"].get("seen", {})
     epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
-    warnings += epochs.warnings()
-    return _Prepared(execution, source, epochs, baseline, step, folder, batches_read, seen, changed, warnings)
+    cfg, history = _with_steps(cfg, epochs), []
+    if before is not None:  # the rate is computed, so JAX has to have its devices
+        history = read_metrics(before.run_dir / "metrics.jsonl", until=before.step)
+        _check_goes_on(cfg, before.step, count_validations(history))
+        changed += list_rate_change(cfg, before.about["config"], before.step)
+    step = build_step(cfg, execution)
+    warnings = [*(check_memory(step) if cfg.steps else ()), *epochs.warnings()]
+    if distributed.is_first():
+        with writing_to("run_dir", folder):
+            check_disk(cfg, step, folder)
+    return _Prepared(
+        cfg, execution, source, epochs, baseline, step, folder, batches_read, seen, changed, history, warnings
+    )
+
+
+def _with_steps(cfg: TrainConfig, epochs: Epochs) -> TrainConfig:
+    """Return `cfg` with the steps that read its `epochs`; the last one may begin another epoch."""
+    if cfg.epochs is None:
+        return cfg
+    rows = epochs.count(cfg.epochs)
+    steps = -(-rows // cfg.batch_size)
+    if cfg.steps not in (None, steps):
+        raise UserError(
+            f"steps={cfg.steps} epochs={cfg.epochs}: {counted(cfg.epochs, 'epoch')} of {rows:,} rows together in "
+            f"batches of {cfg.batch_size} would be {steps:,} steps; leave one of them out"
+        )
+    return dataclasses.replace(cfg, steps=steps)
+
+
+def _check_goes_on(cfg: TrainConfig, step: int, validations: Validations = Validations()) -> None:  # noqa: B008
+    """Raise `UserError` where the run that `cfg` resumes at `step` has ended there."""
+    if step >= cfg.last_step:
+        more = "" if cfg.epochs is None else f", or epochs above {cfg.epochs}"
+        raise UserError(f"resume={cfg.resume} is at step {step} and steps={cfg.steps}; set steps above {step}{more}")
+    if validations.exhaust(cfg.eval_patience):
+        raise UserError(
+            f"resume={cfg.resume} ended at step {step}: {validations.since} evaluations had no lower loss; set "
+            f"eval_patience above {validations.since}, or to null"
+        )
 
 
 def _describe_resume(before: _Checkpoint, prepared: _Prepared) -> list[tuple[str, str]]:

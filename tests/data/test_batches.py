@@ -8,6 +8,7 @@ from refusals import refused
 
 from moezoo.data import Source, Synthetic, Tokens, load, train_batches, validation_batches
 from moezoo.data.corpus import Ids, Split, concatenate
+from moezoo.data.epochs import make_epochs
 from moezoo.data.source import make_source
 from moezoo.data.token_files import write_token_files
 from moezoo.data.tokenizer import Numbers
@@ -39,6 +40,7 @@ def test_every_epoch_reads_all_windows_in_a_new_order(source):
     for epoch in firsts:
         assert sorted(epoch.tolist()) == list(range(0, 44, 4))
     assert len({tuple(epoch) for epoch in firsts.tolist()}) == 6
+    assert make_epochs(source, seq_len=4, seed=0).count(6) == firsts.size
 
 
 def test_order_follows_from_the_seed(source):

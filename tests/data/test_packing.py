@@ -157,6 +157,7 @@ def test_epochs_against_naive_ones(folder):
     assert isinstance(epochs, PackedEpochs)
     lengths = [len(epochs.rows(epoch)) for epoch in range(3)]
     assert len(set(lengths)) > 1
+    assert [make_epochs(cold, seq_len=SEQ, seed=3).count(n) for n in (3, 1)] == [sum(lengths), lengths[0]]
     count = sum(lengths) // 4 + 2
     batches = read(cold, count)
     assert batches.transpose(0, 2, 1, 3).reshape(-1, 4, SEQ).tolist() == [next(expected) for _ in range(4 * count)]

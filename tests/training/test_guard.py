@@ -131,7 +131,14 @@ def test_too_many_in_a_row_before_a_save(tmp_path):
 def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):
     """A learning rate that breaks the model: the clock asks for a save all the time, but only step 1 is saved."""
     settings = ("optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "schedule.warmup_steps=0")
-    settings += ("mesh=single", "dispatch=gather", "steps=20", "guard.patience=3", "checkpoint_minutes=1e-9")
+    settings += (
+        "mesh=single",
+        "dispatch=gather",
+        "steps=20",
+        "guard.patience=3",
+        "checkpoint_minutes=1e-9",
+        "eval_every=0",
+    )
     with pytest.raises(moezoo.UserError) as error:
         moezoo.train(moezoo.compose(*tiny, *settings, f"run_dir={tmp_path}/a"))
     assert str(error.value).startswith("steps 2 to 4 were all skipped (loss ")

@@ -244,7 +244,7 @@ def test_a_full_disk(copy, whole, tmp_path):
     assert done.returncode == 2, done
     checkpoints = f"{tmp_path}/disk/copy/checkpoints"
     before, after = done.stderr.splitlines()
-    assert before.startswith(f"error: run_dir=disk/copy: checkpoints need "), before
+    assert before.startswith("error: run_dir=disk/copy: checkpoints need "), before
     assert after.startswith(f"error: {checkpoints}: a checkpoint could not be written (no space left on the ")
     assert after.endswith("step 8")
     assert steps(tmp_path / "after" / "checkpoints") == [8]

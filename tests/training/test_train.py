@@ -74,7 +74,7 @@ def test_summary(run, printed):
     assert "activations" in summary["memory"]
     assert "per device and step" in next(line for line in printed[1] if line.startswith("traffic"))
     assert "12 steps x 8 sequences x 16 tokens = 1,536 tokens" in summary["steps"]
-    assert "every 5 steps and at the end" in summary["checkpoint"]
+    assert "every 5 steps, at best validations and at the end; the newest 2 and the best are" in summary["checkpoint"]
     assert summary["run_dir"] == str(run.folder)
     compiling = next(i for i, line in enumerate(printed[1]) if line.startswith("compile"))
     assert printed[1][compiling + 1].strip().startswith("done in ")
@@ -261,7 +261,7 @@ def test_drops_are_reported_and_evaluation_drops_nothing(tiny_text, tmp_path):
         (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 20)
     data = (*tiny_text, f"data.path={tmp_path}/texts")
-    chosen = ("mesh=fsdp2_ep4", "dispatch=capacity", "dispatch.capacity_factor=0.5", "steps=2")
+    chosen = ("mesh=fsdp2_ep4", "dispatch=capacity", "dispatch.capacity_factor=0.5", "steps=2", "eval_every=0")
     with steps_only():
         run, lines = train_and_print(*data, *chosen)
     assignments = 2 * 8 * 16 * 2  # layers, sequences, tokens, experts per token
