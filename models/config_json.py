@@ -39,9 +39,11 @@ _OUTSIDE = ("rope_theta", "partial_rotary_factor")
 OLDER_ROPE = (*_OUTSIDE, "rope_scaling")
 
 # Older names of kinds of layers, which transformers reads as the newer ones.
-_OLDER_KINDS = {"attention": "full_attention"} | dict.fromkeys(
-    ("deepseek_sparse_attention", "qwen_sparse_attention"), "indexed_attention"
-)
+_OLDER_KINDS: Mapping[str, str] = {
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
 
 # What is read with the tensors (`moezoo.hub.few_bits`), in every family.
 _OF_TENSORS = frozenset(("quantization_config",))
@@ -123,7 +125,7 @@ class ConfigJson:
         types = self.read("layer_types", tuple[str, ...] | None, None)
         if types is None:
             return None
-        types = tuple(_OLDER_KINDS[kind] if kind in _OLDER_KINDS else kind for kind in types)
+        types = tuple(_OLDER_KINDS.get(kind, kind) for kind in types)
         if unknown := sorted({*types} - {*kinds}):
             raise UserError(f"config.json: layer_types names '{show(unknown[0])[:80]}': expected {' or '.join(kinds)}")
         if len(types) != layers:

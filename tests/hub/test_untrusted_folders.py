@@ -285,7 +285,7 @@ def test_other_schemes_of_few_bits_are_refused(table, parts):
 
 # (tiny model, keys, parts of the message after the path).
 VALUES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("mixtral", {"model_type": ["mixtral"]}, ("unknown model_type '[mixtral]'", "did you mean 'mixtral'")),
+    ("mixtral", {"model_type": ["mixtral"]}, ("unknown model_type '[mixtral]'", "valid: ")),
     ("mixtral", {"model_type": {"a": 1}}, ("unknown model_type '{a: 1}'", "valid: deepseek_v2")),
     ("mixtral", {"num_attention_heads": 0, "head_dim": None}, ("num_attention_heads=0", "at least 1")),
     ("olmoe", {"num_attention_heads": 0}, ("num_attention_heads=0", "at least 1")),
