@@ -93,7 +93,8 @@ def test_a_chat_without_an_answer(formats):
 def test_tools_and_variables_reach_the_template(tmp_path):
     texts = {"default": "no tools {{ mood }} {{ documents }}", "tool_use": "{{ tools[0].function.name }} {{ mood }}"}
     with ChatFormat(Template("T", texts, {"mood": "any"}), Bytes(), DATE) as chats:
-        for tools, expected in ((None, "no tools good None"), (json.dumps(QWEN.tools), "sum good")):
+        none = [(tools, "no tools good None") for tools in (None, [], "[]")]
+        for tools, expected in (*none, (json.dumps(QWEN.tools), "sum good")):
             chat = read_chat({"messages": PLAIN, "tools": tools, "chat_template_kwargs": {"mood": "good"}})
             assert chats.encode(chat, "all").text == expected
         assert chats.encode(CHAT, "all").text == "no tools any None"
