@@ -91,7 +91,8 @@ def test_a_chat_without_an_answer(formats):
 
 
 def test_tools_and_variables_reach_the_template(tmp_path):
-    texts = {"default": "no tools {{ mood }} {{ documents }} {{ tools }}", "tool_use": "{{ tools[0].function.name }} {{ mood }}"}
+    texts = {"default": "no tools {{ mood }} {{ documents }} {{ tools }}"}
+    texts["tool_use"] = "{{ tools[0].function.name }} {{ mood }}"
     with ChatFormat(Template("T", texts, {"mood": "any"}), Bytes(), DATE) as chats:
         none = [(tools, "no tools good None None") for tools in (None, [], "[]")]
         for tools, expected in (*none, (json.dumps(QWEN.tools), "sum good")):
