@@ -290,6 +290,21 @@ def test_the_time_left_is_by_the_time_of_all_steps(monkeypatch, capsys):
     assert lines[-2:] == ["11:00 left", "20:00 left"]
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_of_the_summary_break_between_words(monkeypatch, is_terminal):
+    """Below each other, beside one title; a word that is too long stays whole, and a file has each line as it is."""
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    path = "runs/" + "long" * 9
+    print_lines([("mesh", "one two-three four five six seven eight"), ("", path), ("", "a  b")])
+    broken = ["mesh        one two-three four five six", f"{'':12}seven eight"]
+    whole = ["mesh        one two-three four five six seven eight"]
+    ends = [f"{'':12}{path}", f"{'':12}a  b"]
+    assert stream.getvalue().splitlines() == [*(broken if is_terminal else whole), *ends]
+
+
 def test_an_evaluation_is_in_the_bar_of_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for done, is_shown in ((3, True), (4, False)):
