@@ -366,12 +366,7 @@ def _fitting(text: str) -> list[str]:
     room = shutil.get_terminal_size().columns - _TITLE_WIDTH
     if not sys.stdout.isatty() or len(text) <= room or room < _TITLE_WIDTH:
         return [text]
-    kept: dict[str, Any] = {
-        "break_long_words": False,
-        "break_on_hyphens": False,
-        "replace_whitespace": False,
-        "expand_tabs": False,
-    }
+    kept: Any = dict.fromkeys(("break_long_words", "break_on_hyphens", "replace_whitespace", "expand_tabs"), False)
     return textwrap.wrap(text, room, **kept) or [text]
 
 
