@@ -83,15 +83,11 @@ def driver_files() -> dict[str, str]:
 def leave_out_plugins() -> None:
     """Keep JAX on the CPU where plugins are installed, as compilers, without a driver: they report that at length.
 
-    What the user has set stays. JAX reads the variable when it is imported; later it takes its own setting.
+    What the user has set stays. JAX reads the variable when it is imported.
     """
-    if _PLATFORMS in os.environ or driver_files() or not any(map(_is_installed, _PLUGINS)):
-        return
-    if (jax := sys.modules.get("jax")) is None:
+    if _PLATFORMS not in os.environ and not driver_files() and any(map(_is_installed, _PLUGINS)):
         os.environ[_PLATFORMS] = "cpu"
         own_variables.add(_PLATFORMS)
-    elif not jax.config.jax_platforms:
-        jax.config.update("jax_platforms", "cpu")
 
 
 def _is_installed(name: str) -> bool:

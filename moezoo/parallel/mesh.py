@@ -15,7 +15,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, driver_files, keep_freed_memory
+from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, driver_files, keep_freed_memory, own_variables
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.parallel.threads import give_threads, take_back_threads
 from moezoo.typed import Range, check_fields, convert
@@ -101,6 +101,8 @@ def _warn_of_fused_cpu_kernels() -> None:
 
 
 _warn_of_fused_cpu_kernels()
+if own_variables and not SETTINGS.jax_platforms:  # JAX was imported before moezoo set its variable
+    jax.config.update("jax_platforms", "cpu")
 
 
 def accelerators() -> bool:
