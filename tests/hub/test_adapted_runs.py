@@ -135,7 +135,14 @@ def test_a_merged_run_has_the_dtype_of_its_base(tmp_path):
     model = Blueprint(CASES["fp8"].config, "bfloat16").shapes
     moezoo.save_pretrained(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model), tmp_path / "base")
     run = moezoo.train(
-        moezoo.compose(*STEPS, *LORA, f"init_from={tmp_path}/base", "steps=0", f"run_dir={tmp_path}/run")
+        moezoo.compose(
+            *STEPS,
+            *LORA,
+            "execution.param_dtype=float32",
+            f"init_from={tmp_path}/base",
+            "steps=0",
+            f"run_dir={tmp_path}/run",
+        )
     )
     for dtype, wanted in ((None, "bfloat16"), ("float32", "float32")):
         plan_export(str(run.folder), str(tmp_path / wanted), dtype=dtype).write()
