@@ -5,6 +5,7 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
+from moezoo.nn.yarn import Yarn
 from moezoo.typed import MayChange, NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
@@ -31,6 +32,13 @@ class Limit(NamedTuple):
         return f"{self.key}={self.tokens}" + (f" ({self.why})" if self.why else "")
 
 
+def extended(max_length: int, yarn: Yarn) -> Limit:
+    """Return the limit of a model with YaRN: folders whose `max_length` is that of training may have a larger reach."""
+    if yarn.reach > max_length:
+        return Limit("model.yarn.factor x model.yarn.length", yarn.reach)
+    return Limit("model.max_length", max_length)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig(abc.ABC):
     """The settings of a model. A family's configuration is a frozen dataclass with these fields and others.
@@ -42,7 +50,7 @@ class ModelConfig(abc.ABC):
     | `vocab`, `embed`, `heads` | vocabulary size, width of the residual stream, query heads |
     | `layers` | the number of layers, at most 10,000 |
     | `expert_mlp`, `experts`, `experts_per_token` | width of an expert, experts per layer, experts per token |
-    | `max_length` | the most tokens that a text may have |
+    | `max_length` | the most tokens that a text may have; with `yarn` at least `yarn.factor` x `yarn.length` |
     | `norm_eps` | epsilon of the RMS norms |
     | `init_std` | standard deviation of the initial embeddings |
     | `unembedding_std` | the same of an untied unembedding; None: the smaller of `init_std` and 1.137 / sqrt(`embed`) |

@@ -38,6 +38,13 @@ WITHOUT_EFFECT = frozenset(
 _OUTSIDE = ("rope_theta", "partial_rotary_factor")
 OLDER_ROPE = (*_OUTSIDE, "rope_scaling")
 
+# Older names of kinds of layers, which transformers reads as the newer ones.
+_OLDER_KINDS: Mapping[str, str] = {
+    "attention": "full_attention",
+    "deepseek_sparse_attention": "indexed_attention",
+    "qwen_sparse_attention": "indexed_attention",
+}
+
 # What is read with the tensors (`moezoo.hub.few_bits`), in every family.
 _OF_TENSORS = frozenset(("quantization_config",))
 
@@ -109,6 +116,24 @@ class ConfigJson:
         if found is not None and not isinstance(found, Mapping):
             raise UserError(f"{self._label(key)}={_show(found)}: expected a table with keys, or null")
         return ConfigJson(found, f"{self._table}{key}.") if found else None
+
+    def read_layer_types(self, kinds: tuple[str, ...], layers: int) -> tuple[str, ...] | None:
+        """Return the kind of each of `layers` layers by its newer name, or None where `layer_types` is missing or null.
+
+        Raises `UserError` for another number of layers, and for a kind that is not one of `kinds`.
+        """
+        types = self.read("layer_types", tuple[str, ...] | None, None)
+        if types is None:
+            return None
+        types = tuple(_OLDER_KINDS.get(kind, kind) for kind in types)
+        if unknown := sorted({*types} - {*kinds}):
+            raise UserError(f"config.json: layer_types names '{show(unknown[0])[:80]}': expected {' or '.join(kinds)}")
+        if len(types) != layers:
+            raise UserError(
+                f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is "
+                "wrong"
+            )
+        return types
 
     def rope_table(self, missing: Mapping[str, Any] = _NOTHING) -> "ConfigJson":
         """Return the table of rotary settings, or `missing` where there is none.
@@ -199,7 +224,7 @@ def read_rope(
     if share is not None:
         key = "partial_rotary_factor"
         share = rope.read(key, float, config.read(key, float, share))
-    rope.read("attention_factor", Literal[None], None)
+    attention_factor = rope.read("attention_factor", float | None if kind == "yarn" else Literal[None], None)
     length = rope.read("original_max_position_embeddings", int, max_length)
     length = config.read("original_max_position_embeddings", int, length)
 
@@ -222,6 +247,7 @@ def read_rope(
             "beta_slow": number("beta_slow", 1.0),
             "mscale": number("mscale", 0.0),
             "mscale_all": number("mscale_all_dim", 0.0),
+            "attention_factor": attention_factor,
             "truncate": rope.read("truncate", bool, True),
         }
     rope.refuse_others({"partial_rotary_factor": (1,)}, others)
@@ -231,7 +257,7 @@ def read_rope(
 # The settings of extensions: ours, and the keys of config.json.
 YARN_KEYS = {"yarn.factor": "factor", "yarn.length": "original_max_position_embeddings", "yarn.mscale": "mscale"}
 YARN_KEYS |= {"yarn.beta_fast": "beta_fast", "yarn.beta_slow": "beta_slow", "yarn.mscale_all": "mscale_all_dim"}
-YARN_KEYS |= {"yarn.truncate": "truncate"}
+YARN_KEYS |= {"yarn.truncate": "truncate", "yarn.attention_factor": "attention_factor"}
 LLAMA3_KEYS = {"llama3.factor": "factor", "llama3.length": "original_max_position_embeddings"}
 LLAMA3_KEYS |= {"llama3.low": "low_freq_factor", "llama3.high": "high_freq_factor"}
 ROPE_KEYS: Mapping[Extension, Mapping[str, str]] = {"default": {}, "yarn": YARN_KEYS, "llama3": LLAMA3_KEYS}
@@ -241,13 +267,14 @@ def extension_keys(config: Any, extension: Extension) -> dict[str, Any]:
     """Return the keys of a configuration's extension."""
     keys = {key: operator.attrgetter(ours)(config) for ours, key in ROPE_KEYS[extension].items()}
     # 0 means that there is none, as a missing key does. vLLM and SGLang take the number 0 for a factor.
-    return {key: value for key, value in keys.items() if value or not key.startswith("mscale")}
+    optional = ("mscale", "mscale_all_dim", "attention_factor")
+    return {key: value for key, value in keys.items() if value or key not in optional}
 
 
 def write_rope(config: Any, extension: Extension) -> dict[str, Any]:
     """Return the rotary settings for a config.json, of a configuration with `rope_base` and this extension."""
     keys = extension_keys(config, extension)
-    used = keys.get("factor", 1) != 1
+    used = keys.get("factor", 1) != 1 or "attention_factor" in keys
     return {"rope_type": extension if used else "default", "rope_theta": config.rope_base, **(keys if used else {})}
 
 

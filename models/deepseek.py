@@ -32,7 +32,7 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import Limit, ModelConfig, check_rotary
+from moezoo.models.config import Limit, ModelConfig, check_rotary, extended
 from moezoo.models.parts import block, mixture, mlp, out_std
 from moezoo.moe.router import Choice
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
@@ -106,9 +106,10 @@ class DeepSeekConfig(ModelConfig):
 
     @property
     def longest(self) -> Limit:
-        """`max_length`, or the lower `index_topk`: as many tokens as the index selects, it selects all."""
-        if self.index_topk is None or self.index_topk >= self.max_length:
-            return super().longest
+        """That of YaRN, or the lower `index_topk`: as many tokens as the index selects, it selects all."""
+        limit = extended(self.max_length, self.yarn)
+        if self.index_topk is None or self.index_topk >= limit.tokens:
+            return limit
         why = "beyond it DeepSeek's sparse attention would select tokens, which is not built"
         return Limit("model.index_topk", self.index_topk, why)
 

@@ -10,6 +10,7 @@ from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
 from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
 from moezoo.nn.rope import Pairs
+from moezoo.nn.yarn import Yarn
 from moezoo.typed import show
 
 # The type alone gives the score of the router: softmax for deepseek_v2 and mistral4, sigmoid for the others.
@@ -92,13 +93,7 @@ def _sparse(pairs: Pairs) -> Settings:
 
     def read(config: ConfigJson, found: Found) -> Found:
         """Return what the index has. Raises `UserError` where a layer is of another type."""
-        kinds = tuple[Literal["indexed_attention", "deepseek_sparse_attention"], ...]  # the second is the older name
-        types, layers = config.read("layer_types", kinds | None, None), found["layers"]
-        if types is not None and len(types) != layers:
-            raise UserError(
-                f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is "
-                "wrong"
-            )
+        config.read_layer_types(("indexed_attention",), found["layers"])
         return {"index_topk": config.read("index_topk", int, 2048), "index_pairs": pairs}
 
     index = Part(read, lambda c: {"index_topk": c.index_topk}, {"index_topk": "index_topk"})
@@ -123,7 +118,7 @@ def _read_query_scale(config: ConfigJson, found: Found) -> Found:
             "config.json: llama_4_scaling_beta=0, n_group=1 and norm_topk_prob=false are not built together"
         )
     query_scale = {"beta": beta, "length": yarn["length"]}
-    return {"rope_base": base, "yarn": yarn if yarn["factor"] != 1 else {}, "query_scale": query_scale}
+    return {"rope_base": base, "yarn": {} if Yarn(**yarn).is_plain else yarn, "query_scale": query_scale}
 
 
 def _write_query_scale(c: DeepSeekConfig) -> Mapping[str, Any]:
@@ -131,7 +126,7 @@ def _write_query_scale(c: DeepSeekConfig) -> Mapping[str, Any]:
 
     Raises `UserError` for two lengths of texts in training, as one key has both.
     """
-    lengths = [c.yarn.length] * (c.yarn.factor != 1) + [c.query_scale.length] * (c.query_scale.beta != 0)
+    lengths = [c.yarn.length] * (not c.yarn.is_plain) + [c.query_scale.length] * (c.query_scale.beta != 0)
     if len(set(lengths)) > 1:
         raise UserError(
             f"model.yarn.length={c.yarn.length} and model.query_scale.length={c.query_scale.length}: Mistral 4 in "

@@ -23,7 +23,7 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Window, check_layers
+from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_layers, extended
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, rope
 from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
@@ -67,6 +67,11 @@ class GptOssConfig(GroupedAttentionConfig):
         check_layers(self, "full_layers")
 
     @property
+    def longest(self) -> Limit:
+        """`max_length`, or what YaRN extends texts to."""
+        return extended(self.max_length, self.yarn)
+
+    @property
     def sees_all(self) -> bool:
         """Whether the queries of some layer see all tokens up to themselves."""
         return "all" in kinds(self)[0]
@@ -106,15 +111,10 @@ _WINDOW, _ALL = "sliding_attention", "full_attention"
 def _read_windows(config: ConfigJson, found: Found) -> Found:
     """Return the window and the layers without one."""
     window = config.read("sliding_window", int | None, 128)
-    types, layers = config.read("layer_types", tuple[str, ...] | None, None), found["layers"]
+    layers = found["layers"]
+    types = config.read_layer_types((_WINDOW, _ALL), layers)
     if types is None:
         types = tuple(_ALL if i % 2 else _WINDOW for i in range(layers))
-    if unknown := sorted(set(types) - {_WINDOW, _ALL}):
-        raise UserError(f"config.json: layer_types names '{unknown[0]}': expected {_WINDOW} or {_ALL}")
-    if len(types) != layers:
-        raise UserError(
-            f"config.json: layer_types names {len(types)} layers, but num_hidden_layers={layers}; one of them is wrong"
-        )
     if window is None and _WINDOW in types:
         raise UserError(
             f"config.json: sliding_window=null, but layer {types.index(_WINDOW)} of layer_types is {_WINDOW}; "

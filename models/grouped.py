@@ -34,7 +34,7 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Window, check_layers, check_rotary
+from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_layers, check_rotary, extended
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
@@ -98,6 +98,11 @@ class GroupedConfig(GroupedAttentionConfig):
                 f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
                 f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
             )
+
+    @property
+    def longest(self) -> Limit:
+        """`max_length`, or what YaRN extends texts to."""
+        return extended(self.max_length, self.yarn)
 
     @property
     def variant(self) -> str:

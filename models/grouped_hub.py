@@ -161,11 +161,11 @@ def _read_window_by_layer(config: ConfigJson, found: Found, full: int = 62) -> F
     """Return the window of dots.llm1, whose layers may differ in transformers; `full`: the first ones without one."""
     window = config.read("sliding_window", int | None, 4096)
     layers, first = found["layers"], config.read("max_window_layers", int | None, full, least=0)
-    types = config.read("layer_types", tuple[Literal["full_attention", "sliding_attention"], ...] | None, None)
+    types = config.read_layer_types(("full_attention", "sliding_attention"), layers)
     if types is None:
         full = layers if window is None else min(layers, first or 0)
         types = ("full_attention",) * full + ("sliding_attention",) * (layers - full)
-    if len({*types}) > 1 or len(types) != layers:
+    if len({*types}) > 1:
         raise UserError(
             f"config.json: layer_types={show(list(types))[:80]} or max_window_layers={first}: this family supports "
             f"only one window for all {layers} layers; load a folder with sliding_window=null"
@@ -340,7 +340,7 @@ def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
         found = {name: value for name, value in vars(c).items() if name not in _NOT_COMPARED}
         router = vars(found.pop("router")) | {"bias_rate": None}
         router |= {"group_score": None} if c.router.groups == 1 else {}  # of one group nothing is chosen
-        if c.yarn.factor == 1:
+        if c.yarn.is_plain:
             found["yarn"] = Yarn()
         if "mlp" in kinds(c)[0]:
             found["mlp"] = c.mlp

@@ -63,6 +63,11 @@ def layer_addresses(stacks: tuple[Stack, ...]) -> tuple[LayerAddress, ...]:
     return tuple(addresses)
 
 
+def layers_with_experts(stacks: tuple[Stack, ...]) -> tuple[int, ...]:
+    """Return the number of the layer, from 0, of each routing row."""
+    return tuple(each.number for each in layer_addresses(stacks) if each.routing_row is not None)
+
+
 def routing_rows(stacks: tuple[Stack, ...]) -> dict[tuple[int, int], np.ndarray]:
     """Return, for each (stack, kind) with experts, the routing rows of its layers."""
     rows: dict[tuple[int, int], list[int]] = {}

@@ -11,8 +11,11 @@ answer a mistyped word without importing JAX.
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.platform == "win32":
+if sys.platform == "win32" or sys.version_info < (3, 11):
     _refusal = "moezoo does not run on Windows itself; install WSL2 (learn.microsoft.com/windows/wsl), and moezoo there"
+    if sys.platform != "win32":  # a clone is run with any Python
+        _refusal = f"moezoo needs Python 3.11 or newer, and {sys.executable} is {sys.version.partition(' ')[0]}; "
+        _refusal += "make a virtual environment with a newer one, and install moezoo there"
     # A command ends with the line alone: an installed one, `-m` as Python looks for the module, or one of a clone.
     from pathlib import Path
 
@@ -21,9 +24,10 @@ if sys.platform == "win32":
         sys.exit(f"error: {_refusal}")
     raise ImportError(_refusal)
 
-from moezoo.host import add_xla_flags
+from moezoo.host import add_xla_flags, leave_out_plugins
 
 add_xla_flags()
+leave_out_plugins()
 
 if TYPE_CHECKING:
     from moezoo.public import *  # noqa: F403

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import importlib.metadata
 import os
 import platform
@@ -60,6 +61,41 @@ def add_xla_flags(*more: str) -> None:
     missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused, *more) if flag.partition("=")[0] not in flags]
     if missing:
         os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
+
+
+# The device files of accelerator drivers -> the maker. Without them, an installed plugin prints errors when JAX starts.
+_DEVICE_NODES = {
+    "/dev/nvidia[0-9]*": "NVIDIA",
+    "/dev/accel*": "TPU",
+    "/dev/vfio/[0-9]*": "TPU",
+    "/dev/kfd": "AMD",
+}
+_PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
+_PLATFORMS = "JAX_PLATFORMS"
+own_variables: set[str] = set()  # of the environment, that moezoo itself has set
+
+
+def driver_files() -> dict[str, str]:
+    """Return the device files of accelerator drivers here -> whose they are: NVIDIA, TPU or AMD."""
+    return {file: maker for node, maker in _DEVICE_NODES.items() for file in sorted(glob.glob(node))}
+
+
+def leave_out_plugins() -> None:
+    """Keep JAX on the CPU where plugins are installed, as compilers, without a driver: they report that at length.
+
+    What the user has set stays. JAX reads the variable when it is imported. WSL2 shows GPUs of all makers as one file.
+    """
+    has_device = bool(driver_files()) or Path("/dev/dxg").exists()
+    if _PLATFORMS not in os.environ and not has_device and any(map(_is_installed, _PLUGINS)):
+        os.environ[_PLATFORMS] = "cpu"
+        own_variables.add(_PLATFORMS)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 import moezoo.interrupts as interrupts
 
 _SIMPLE = ("dumb", "unknown")  # values of TERM: the cursor cannot move
+BAR = 10  # columns
 _SECONDS = 30.0  # between two lines about an evaluation where there is no terminal
 
 # Receives the number of batches that are computed and the number of all; called before each batch and at the end.
@@ -24,21 +25,35 @@ def bar_on(stream: TextIO, below: Any = None) -> Iterator[Any]:
     if not stream.isatty() or os.environ.get("TERM") in _SIMPLE:
         yield None
         return
-    from rich import console, live, progress
+    from rich import console, live, progress, table, text
+
+    class Left(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> text.Text:
+            done, todo = task.completed - task.fields.get("begun", 0), (task.total or 0) - task.completed
+            return text.Text(f"{time_left(task.elapsed or 0.0, done, todo)} left", no_wrap=True)
 
     terminal = console.Console(file=stream)
     bar = progress.Progress(
         progress.TextColumn("{task.fields[unit]} {task.completed:.0f}/{task.total:.0f}"),
-        progress.BarColumn(),
-        progress.TextColumn("{task.description}"),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
+        progress.BarColumn(BAR),
+        # The description alone gives way where a terminal is narrow.
+        progress.TextColumn("{task.description}", table_column=table.Column(no_wrap=False)),
+        Left(table.Column(no_wrap=True)),
         console=terminal,
     )
     shown = bar if below is None else live.Live(console.Group(bar, below), console=terminal)
     # Show the cursor again, which a bar hides; written directly, because the bar may hold its lock.
     with interrupts.undoing(lambda: os.write(stream.fileno(), b"\x1b[?25h")), shown:
         yield bar
+
+
+def time_left(elapsed: float, done: float, todo: float) -> str:
+    """Return how long `todo` takes if it goes on as it did: `done` took `elapsed` seconds, pauses included."""
+    if done <= 0:
+        return "-:--"
+    whole = round(elapsed / done * todo)
+    hours, minutes, seconds = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 class BatchCounter:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from refusals import refused
 
+import moezoo.host as host
 from moezoo.host import (
     add_xla_flags,
     check_file,
@@ -141,6 +142,21 @@ def test_importing_the_package_sets_them(late):
     version, *flags = done.stdout.split()
     assert flags == [*LIMITS.split(), f"{FLAG}-reduce" if version == "0.10." else FLAG]
     assert ("import moezoo before JAX makes an array" in done.stderr) is late
+
+
+def test_plugins_without_a_driver_are_left_out(monkeypatch):
+    """Compilers of the extra `plan` are plugins that print tracebacks; what the user has set, and drivers, decide."""
+    monkeypatch.setattr(host, "own_variables", set())
+    monkeypatch.setattr(host, "_is_installed", lambda name: name == "libtpu")
+    for set_to, drivers, chosen in (("", {"/dev/nvidia0": "NVIDIA"}, None), ("tpu", {}, "tpu"), ("", {}, "cpu")):
+        assert not host.own_variables
+        monkeypatch.setenv("JAX_PLATFORMS", set_to)
+        if not set_to:
+            monkeypatch.delenv("JAX_PLATFORMS")
+        monkeypatch.setattr(host, "driver_files", lambda drivers=drivers: drivers)
+        host.leave_out_plugins()
+        assert os.environ.get("JAX_PLATFORMS") == chosen
+    assert host.own_variables == {"JAX_PLATFORMS"}
 
 
 # Programs of public reports (github.com/jax-ml/jax/issues/39103, 39257, 40412) that some versions compute wrongly, or

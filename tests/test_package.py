@@ -131,11 +131,19 @@ def test_texts_name_only_what_a_wheel_has():
         ("moezoo-trials/mine.py", "ImportError: "),
     ],
 )
-def test_windows_is_refused_in_a_line(command, shown):
+@pytest.mark.parametrize(
+    ("made", "line_of"),
+    [
+        ("platform = 'win32'", "moezoo does not run on Windows itself; install WSL2"),
+        ("version_info, sys.version = (3, 10, 13), '3.10.13 (main)'", "moezoo needs Python 3.11 or newer, and "),
+    ],
+    ids=["Windows", "Python 3.10"],
+)
+def test_where_moezoo_does_not_run_is_said_in_a_line(command, shown, made, line_of):
     """A command ends with the line alone; a program of the user's own can catch the error."""
-    code = f"import sys; sys.platform = 'win32'; sys.argv[0] = {command!r}; import moezoo"
+    code = f"import sys; sys.{made}; sys.argv[0] = {command!r}; import moezoo"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     *trace, line = done.stderr.splitlines()
     assert done.returncode == 1
-    assert line.startswith(f"{shown}moezoo does not run on Windows itself; install WSL2")
+    assert line.startswith(f"{shown}{line_of}")
     assert bool(trace) == (shown == "ImportError: ")

@@ -17,7 +17,7 @@ from moezoo.analysis import trial
 from moezoo.analysis.apart import compiler_error
 from moezoo.cli.doctor_entries import DEVICES, MARK, ON_DEVICES, Entry, Part, facts, note, problem
 from moezoo.cli.doctor_installed import installed
-from moezoo.host import in_gib, in_units
+from moezoo.host import driver_files, in_gib, in_units
 from moezoo.kernels import blocks
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
@@ -27,7 +27,7 @@ from moezoo.moe.dispatch.ragged import GPU_FLAG, Ragged
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import SETTINGS, use_cache, use_none
 from moezoo.parallel.kernels import Target, device_target
-from moezoo.parallel.mesh import MeshShape, driver_files, mesh_of, start
+from moezoo.parallel.mesh import MeshShape, mesh_of, start
 from moezoo.parallel.stacked import InStack
 from moezoo.parallel.threads import describe_threads
 

@@ -110,12 +110,19 @@ def installed(name: str) -> str | None:
         return None
 
 
+def _module(name: str) -> str:
+    """Return the module that a distribution brings: the one of its own name, or else the first of its files."""
+    own, files = name.replace("-", "_"), metadata.distribution(name).files or ()
+    found = sorted(file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py")
+    return own if own in found or not found else found[0]
+
+
 def _import_all(libraries: Iterable[tuple[str, str]]) -> Iterator[Entry]:
     """Import each of the libraries, pairs of extra and name, in a process of its own, which may crash."""
     running = []
     with contextlib.ExitStack() as held:
         for extra, name in libraries:
-            command = [sys.executable, "-P", "-c", f"import {name.replace('-', '_')}"]
+            command = [sys.executable, "-P", "-c", f"import {_module(name)}"]
             pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
             process = held.enter_context(subprocess.Popen(command, text=True, **pipes))
             held.enter_context(interrupts.undoing(process.kill))

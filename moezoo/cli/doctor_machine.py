@@ -13,7 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.cli.doctor_entries import Entry, facts, note, problem, shown_value
-from moezoo.host import OWN_XLA_FLAGS, host_memory, in_gib, in_units, processor_limits, processor_name, processors
+from moezoo.host import (
+    OWN_XLA_FLAGS,
+    host_memory,
+    in_gib,
+    in_units,
+    own_variables,
+    processor_limits,
+    processor_name,
+    processors,
+)
 
 _FEWEST_FILES = 1024
 _LEAST_SHARED, _GPUS = 2**30, "/dev/nvidia[0-9]*"
@@ -104,7 +113,8 @@ def find_disk(folder: Path) -> Iterator[Entry]:
 
 def find_environment() -> Iterator[Entry]:
     """Yield the variables that change results or speed, and advice about some."""
-    names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _NAMES)
+    ours = {*own_variables}
+    names = sorted(n for n in {*os.environ} - ours if n.startswith(_PREFIXES) or n in _NAMES)
     for name in names:
         yield from facts("environment", f"{name}={shown_value(name, os.environ[name])}")
     if not names:

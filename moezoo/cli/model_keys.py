@@ -1,11 +1,14 @@
 """The options of commands that run a model: that of a run, or of a Hugging Face folder."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from moezoo.config.options import key
+from moezoo.config.run_folders import run_folder
 from moezoo.errors import UserError
 
 
@@ -43,6 +46,8 @@ class ModelKeys:
                 "name one model: run_dir=FOLDER of a run, or folder=FOLDER in Hugging Face's format; "
                 "init_from is of training"
             )
+        if self.folder is not None and _is_run(self.folder):
+            raise UserError(f"folder={self.folder} is the folder of a run; write run_dir={self.folder}")
         if self.checkpoint != "newest" and self.folder is not None:
             raise UserError(f"checkpoint={self.checkpoint}: a folder has no checkpoints; leave it out, or name a run")
         if self.adapter is not None and self.folder is None:
@@ -54,6 +59,11 @@ class ModelKeys:
             raise UserError(
                 f"dtype={self.dtype}: parameters of a run have the dtype that it was trained in; leave it out"
             )
+
+
+def _is_run(folder: str) -> bool:
+    there = run_folder(os.path.expanduser(folder)) / "config.yaml"
+    return there.exists() and not (Path(folder).expanduser() / "config.json").exists()
 
 
 def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:

@@ -33,7 +33,12 @@ def _draw(found: Found, run: Path | None, folder: Path) -> dict[str, Path]:
     """Draw the pictures; return them by what they show."""
     tally, layers = found.routing.tally, [f"layer {number}" for number in found.routing.layers]
     pictures = {"Load of each expert, relative to the mean of its layer": folder / "load.png"}
-    load_picture(tally.load, folder / "load.png", steps=f"{tally.tokens:,} {found.routing.rows.unit}s of text")
+    load_picture(
+        tally.load,
+        found.routing.layers,
+        folder / "load.png",
+        steps=f"{tally.tokens:,} {found.routing.rows.unit}s of text",
+    )
     if not np.isnan(tally.co_activation).all():
         name = "Experts chosen together, relative to independence"
         pictures[name] = folder / "pairs.png"

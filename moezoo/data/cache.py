@@ -4,6 +4,7 @@ An entry is a folder of token files. Its name is a hash of everything that the i
 how documents are read from them, and the tokenizer. A file that changes gives another entry.
 """
 
+import collections
 import contextlib
 import fcntl
 import hashlib
@@ -18,7 +19,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from moezoo.data.corpus import Corpus, Ids, concatenate
-from moezoo.data.documents import Document, Make, all_of_text, tokenize
+from moezoo.data.documents import Document, Make, all_of_text, describe_nul, tokenize
 from moezoo.data.files import Found
 from moezoo.data.token_files import read_token_files, verify, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, Tokenizer
@@ -28,7 +29,7 @@ from moezoo.typed import show
 
 # The bytes of text in a shard of the training order; in Parquet a row group is one.
 SHARD = 2**26
-_FORMAT = 3  # of an entry; another number makes older entries unused
+_FORMAT = 4  # of an entry; another number makes older entries unused
 
 
 class Kept(NamedTuple):
@@ -38,7 +39,7 @@ class Kept(NamedTuple):
     - `names`: the name of each document, or none;
     - `shards`: the index in the ids at which each shard begins;
     - `sha256`: of all ids and, with one, of the mask;
-    - `about`: what `How.about` returned.
+    - `about`: what `How.about` returned, with a note of NUL characters.
     """
 
     corpus: Corpus
@@ -127,6 +128,7 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
         left.unlink()
     names: list[str] = []
     shards: list[int] = []
+    nul = collections.Counter[str]()
 
     def ids() -> Iterator[Ids]:
         tokens, size, group = 0, 0, None
@@ -136,6 +138,7 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
                 size, group = 0, document.group
             size += len(document.text)
             tokens += len(made.ids)
+            nul[document.where] += document.text.count(b"\0")
             if document.name:
                 names.append(document.name)
             yield made
@@ -149,7 +152,12 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
 
     unit = "byte" if isinstance(how.tokenizer, Bytes) else "token"
     about = {"vocab": how.tokenizer.vocab, "unit": unit, "shards": shards, "names": names}
-    write_token_files(path, ids(), how.dtype, lambda: {**about, "about": how.about()})
+
+    def further() -> dict[str, Any]:
+        found = how.about()
+        return {**about, "about": {**found, "notes": [*found.get("notes", ()), *describe_nul(nul)]}}
+
+    write_token_files(path, ids(), how.dtype, further)
 
 
 def _state(found: Found, path: Path) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from moezoo.data.chat_records import LIKE, read_chat
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
-from moezoo.data.documents import Document
+from moezoo.data.documents import Document, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
 from moezoo.data.jsonl import parse_object, read_lines
@@ -154,6 +154,7 @@ class Chat(FileSettings):
 
     def _read(self, found: Found, how: How) -> Kept:
         lost: list[str] = []
+        nul: dict[str, int] = {}
         with self.format() as chats:
 
             def make(document: Document) -> Ids:
@@ -167,10 +168,11 @@ class Chat(FileSettings):
                         raise
                     lost.append(f"{document.where} is left out: {error}")  # no other chat is the worse for it
                     return Ids(np.zeros(0, how.dtype), np.zeros(0, bool))
+                nul[document.where] = encoded.text.count("\0")
                 return Ids(encoded.ids.astype(how.dtype), encoded.mask)
 
             def about() -> dict[str, Any]:
-                return {"notes": [*chats.notes(), *lost], "answers_end": chats.ends()}
+                return {"notes": [*chats.notes(), *lost, *describe_nul(nul)], "answers_end": chats.ends()}
 
             nothing = f"the template {self.read_template().shown} writes nothing for these chats; give another template"
             return super()._read(found, how._replace(make=make, about=about, nothing=nothing))

@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -60,6 +60,16 @@ def all_of_text(tokenizer: Tokenizer, dtype: np.dtype, end: int | None = None) -
         return Ids(ids)
 
     return make
+
+
+def describe_nul(counts: Mapping[str, int]) -> list[str]:
+    """Return a line about NUL characters, which text has by mistake; none without any. `counts`: by document."""
+    found = {where: count for where, count in counts.items() if count}
+    if not found:
+        return []
+    total, first = sum(found.values()), min(found, key=lambda where: (len(where), where))
+    many, documents = "s" * (total > 1), f"{len(found):,} document{'s' * (len(found) > 1)}"
+    return [f"{total:,} NUL character{many} in {documents}, such as {first}; they are trained on like others"]
 
 
 def tokenize(documents: Iterable[Document], make: Make) -> Iterator[Tokenized]:

@@ -76,7 +76,8 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...] = ()) -> Found:
 def read_texts(found: Found) -> Iterator[Document]:
     """Yield each file that is UTF-8 text as a document, or a file above `MOST_TEXT` bytes as several of its name.
 
-    Files that are not UTF-8 are skipped, except one that the user named itself.
+    Files that are not UTF-8 are skipped, except one that the user named itself. A mark of UTF-8 at the beginning of a
+    file is left out.
 
     Raises:
         UserError: A file cannot be read or unpacked; the single file is not UTF-8; there is no text.
@@ -92,11 +93,13 @@ def read_texts(found: Found) -> Iterator[Document]:
         # Some binary files, such as files of zeros, decode as UTF-8.
         if fault or (not found.alone and b"\0" in first):
             continue
-        empty &= not first
+        text = first.removeprefix(codecs.BOM_UTF8)
+        empty &= not text
         if len(first) <= MOST_TEXT:
-            yield Document(first, shown, name)
+            yield Document(text, shown, name)
         else:
             with opened(path, shown) as file:
+                file.read(len(first) - len(text))
                 yield from (Document(part, shown, name) for part in _cut(file))
     if empty:
         files = f"holds no UTF-8 text (files read: {len(found.paths)})"

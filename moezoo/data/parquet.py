@@ -51,11 +51,15 @@ class Parquet(FileSettings):
                 raise UserError(f"{shown} cannot be read as Parquet ({reason}); copy or make it again") from error
 
     def _check(self, schema: Any, types: Any, shown: str) -> None:
-        """Raise `UserError` unless the column is there and holds strings."""
+        """Raise `UserError` unless one such column is there and holds strings."""
         if self.field not in schema.names:
             near = nearest(self.field, schema.names) if schema.names else "there is none"
             raise UserError(f"{shown} has no column {show(self.field)}; {near}; set data.field")
-        kind = schema.field(self.field).type
+        at = schema.get_all_field_indices(self.field)
+        if len(at) > 1:
+            both = " and ".join(f"number {i + 1} ({schema.field(i).type})" for i in at)
+            raise UserError(f"{shown} has several columns {show(self.field)}: {both}; rename all but one")
+        kind = schema.field(at[0]).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise UserError(f"{shown}: column {show(self.field)} has type {kind}, not string; set data.field")

@@ -22,7 +22,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "lora_bias": (False,),
     "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
@@ -37,8 +36,8 @@ _UNREAD = frozenset(
     {
         *("alora_config", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"),
         *("eva_config", "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout"),
-        *("lora_ga_config", "megatron_core", "monteclora_config", "peft_type", "peft_version", "qalora_group_size"),
-        *("revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
+        *("lora_ga_config", "megatron_core", "modules_to_save", "monteclora_config", "peft_type", "peft_version"),
+        *("qalora_group_size", "revision", "runtime_config", "target_modules", "target_parameters", "task_type"),
     }
 )
 _READ = frozenset(("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"))

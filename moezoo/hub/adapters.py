@@ -32,10 +32,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from moezoo.errors import UserError, check_type
+from moezoo.hub.adapter_copies import Copies
 from moezoo.hub.adapter_settings import CONFIG, PEFT, WEIGHTS, AdapterSettings
 from moezoo.hub.opening import describe_download, folder_argument
 from moezoo.hub.peft import describe_unread
 from moezoo.hub.tensors import arrays_by_path, list_names, tensors
+from moezoo.hub.values import ModelValues
 from moezoo.hub.weight_files import DTYPES, WeightFiles
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
@@ -318,11 +320,13 @@ class Adapter(NamedTuple):
         folder: The folder.
         pairs: The path of a weight -> the index of its layer and expert -> the pair.
         base_sha256: The hash of the folder that it is for, if the adapter has one.
+        copies: Weights of the base that it also has; whoever uses it checks that they are the same.
     """
 
     folder: Path
     pairs: Mapping[str, Mapping[tuple[int, ...], _Pair]]
     base_sha256: str | None
+    copies: Copies
 
     def check_base(self, sha256: str | None) -> None:
         """Raise `UserError` where the adapter was trained beside a folder with another hash, if both are known."""
@@ -405,6 +409,7 @@ def load_adapter(
     bare = without_pairs(model)
     read = read_adapter(adapter, bare)
     read.check_base(base_sha256)
+    read.copies.check(ModelValues(arrays_by_path(bare)))
     shapes = jax.eval_shape(read.attach, bare)
     if execution is None or execution.mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
@@ -465,10 +470,10 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             raise UserError(f"{where}: the pair of {module} has NaN or infinities; save the adapter again")
         return a, b
 
-    packed = _Packed(settings, read, model.config.experts)
+    packed, hub = _Packed(settings, read, model.config.experts), family_of(model.config).hub
     lacking: list[str] = []
     of_experts = False  # whether single experts have pairs
-    for place in places(model, family_of(model.config).hub):
+    for place in places(model, hub):
         own = read(place.module)
         named = (place.module, own) if own is not None else packed.pair(place)
         of_experts |= own is not None and ".experts." in place.module
@@ -479,10 +484,11 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
         scale = settings.scale(name, len(pair[0]))
         for (path, index), part in zip(place.parts, _split(place, *pair, where), strict=True):
             found.setdefault(path, {})[index] = _Pair(*part, scale)
-    if left:
+    copies = Copies.find(files, left.values(), _PREFIX, model, hub)
+    if unknown := sorted({*left.values()} - {*copies.tensors}):
         raise UserError(
-            f"{where}: no weight of this model has these pairs: {list_names(sorted(left.values()))}; the adapter is "
-            "for another model, or adapts what moezoo has in another form"
+            f"{where}: no weight of this model has these: {list_names(unknown)}; the adapter is for another model, or "
+            "adapts what moezoo has in another form: merge with PEFT, then load the merged folder"
         )
     # Where a library has all experts of a layer in one tensor, names of target_modules do not mean them.
     if lost := sorted(name for name in lacking if of_experts or ".experts." not in name):
@@ -491,7 +497,7 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             f"{list_names(lost)}; if that was not intended, save or copy the adapter again",
             stacklevel=2,
         )
-    return Adapter(where, found, files.metadata.get(_BASE))
+    return Adapter(where, found, files.metadata.get(_BASE), copies)
 
 
 def _module(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moezoo.errors import UserError, locating, nearest
+from moezoo.errors import UserError, locating
 from moezoo.host import check_name
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CONFIG, Quantization, find_few_bits, read_quantization
 from moezoo.hub.holdings import Holding, Numbers, Widened, keep_few_bits, most_common_dtype
@@ -234,7 +234,8 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Up
         raise UserError(f"{where}: model_type={kind} is {has if upcycle.experts else need}")
     if not isinstance(kind, str) or kind not in kinds:
         name = show(kind)[:80]
-        raise UserError(f"{where}: unknown model_type '{name}'; {nearest(name, valid)}")
+        # Programs write this key, and a type whose name is similar is another model: it is not proposed.
+        raise UserError(f"{where}: unknown model_type '{name}'; valid: {', '.join(sorted(valid))}")
     return kinds[kind]
 
 

@@ -117,8 +117,9 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
             cannot load the folder, or `tokens` is more than `config.longest` of the model.
     """
     folder = Path(folder).expanduser()
-    nesting = open_folder(folder).nesting
+    opened = open_folder(folder)
     peer.require_peers()
+    peer.require_class(folder, opened.mapping["model_type"], opened.hub.type_of(opened.config))
     model = from_pretrained(folder, dtype=jnp.float32)
     if tokens > (limit := model.config.longest).tokens:
         raise UserError(f"tokens={tokens} exceeds {limit}; compare at most {limit.tokens}")
@@ -128,7 +129,7 @@ def compare(folder: str | Path, tokens: int = 16, *, seed: int = 0, tolerance: f
     names = {where: theirs_by_ours[where] for where in ours if where in theirs_by_ours}
     theirs = peer.record_modules(peer.load_peer(folder), ids, set(names.values()))
     rows = tuple(
-        _compare_module(nesting.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
+        _compare_module(opened.nesting.to_folder(name), _path_in_model(where, model), ours[where], theirs[name])
         for where, name in names.items()
     )
     most = model.config.max_length

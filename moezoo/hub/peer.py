@@ -32,6 +32,22 @@ def require_peers() -> None:
         raise UserError(f"not installed: {', '.join(missing)}; pip install 'moezoo[peers]'")
 
 
+def require_class(folder: Path, kind: str, same: str) -> None:
+    """Raise `UserError` where transformers has no class for a folder of the model type `kind`.
+
+    `same`: the type that moezoo writes of such a model.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        advice = f"; a copy of the folder with model_type={same} in config.json can be, as it computes the same"
+        raise UserError(
+            f"{folder}: transformers {transformers.__version__} has no class for model_type={kind}, so there is "
+            f"nothing to compare it with{advice if same != kind and same in CONFIG_MAPPING else ''}"
+        )
+
+
 def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager") -> Any:
     """Load a folder with transformers, in float32 on the CPU. Nothing is downloaded and no code from the folder runs.
 

@@ -28,6 +28,7 @@ class Yarn(RotaryScaling):
     Args:
         factor: How many times longer than `length` texts may be; 1 is no extension.
         length: The tokens per text in training.
+        attention_factor: What rotated queries and keys are multiplied by, in place of the quotient above.
         truncate: Whether the ramp begins and ends at whole pairs, the nearest outside.
 
     Raises:
@@ -40,14 +41,27 @@ class Yarn(RotaryScaling):
     beta_slow: Positive = 1.0
     mscale: float = 1.0
     mscale_all: float = 1.0
+    attention_factor: Positive | None = None
     truncate: bool = True
 
     def __post_init__(self):
         check_fields("model.yarn", self)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing differs from no extension."""
+        return self.factor == 1 and self.attention_factor is None
+
+    @property
+    def reach(self) -> int:
+        """The tokens that texts may have by the factor; 0 without an extension."""
+        return int(self.factor * self.length) if self.factor > 1 else 0
+
+    @property
     def magnitude(self) -> float:
         """The factor on rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         if self.mscale and self.mscale_all:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all)
         return self._mscale(1.0)

@@ -1,7 +1,6 @@
 """Mesh axes, their sizes, and the devices of a mesh: accelerators, or virtual CPU devices."""
 
 import dataclasses
-import glob
 import math
 import os
 import re
@@ -16,7 +15,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, keep_freed_memory
+from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, driver_files, keep_freed_memory, own_variables
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
 from moezoo.parallel.threads import give_threads, take_back_threads
 from moezoo.typed import Range, check_fields, convert
@@ -31,14 +30,6 @@ _ASYNC = "JAX_CPU_ENABLE_ASYNC_DISPATCH"
 # What JAX's own variables take.
 _BOOLEANS: dict[str, bool] = {name: True for name in ("y", "yes", "t", "true", "on", "1")}
 _BOOLEANS |= {name: False for name in ("n", "no", "f", "false", "off", "0")}
-
-# The device files of accelerator drivers -> the maker. Without them, an installed plugin prints errors when JAX starts.
-_DEVICE_NODES = {
-    "/dev/nvidia[0-9]*": "NVIDIA",
-    "/dev/accel*": "TPU",
-    "/dev/vfio/[0-9]*": "TPU",
-    "/dev/kfd": "AMD",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,16 +101,13 @@ def _warn_of_fused_cpu_kernels() -> None:
 
 
 _warn_of_fused_cpu_kernels()
+if own_variables and not SETTINGS.jax_platforms:  # JAX was imported before moezoo set its variable
+    jax.config.update("jax_platforms", "cpu")
 
 
 def accelerators() -> bool:
     """Return whether a driver shows accelerators and JAX may use them; does not start JAX."""
     return (SETTINGS.jax_platforms or "") != "cpu" and bool(driver_files())
-
-
-def driver_files() -> dict[str, str]:
-    """Return the device files of accelerator drivers here -> whose they are: NVIDIA, TPU or AMD."""
-    return {file: maker for node, maker in _DEVICE_NODES.items() for file in sorted(glob.glob(node))}
 
 
 def cpu_devices(count: int) -> None:

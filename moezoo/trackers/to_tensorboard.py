@@ -16,6 +16,21 @@ import numpy as np
 
 from moezoo.trackers.base import MetricsRow, RunStart, Tracker, Writer, numbers_in
 
+# TensorBoard shows figures in groups, by what is before the first slash of their names; those not listed are `run`.
+_GROUPS = {
+    "loss": ("loss", "val_loss", "val_loss_by_source", "load_balance_loss", "z_loss"),
+    "routing": ("mean_entropy", "lowest_entropy", "mean_violation", "max_violation", "experts_in_use"),
+    "dropped": ("dropped", "dropped_by_layer"),
+    "optimizer": ("grad_norm", "learning_rate", "skipped"),
+    "speed": ("tokens_per_second", "seconds_waiting", "seconds_computing", "seconds_saving"),
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+def tag_of(name: str) -> str:
+    """Return the name of a figure in TensorBoard."""
+    return f"{_GROUP_OF.get(name.partition('/')[0], 'run')}/{name}"
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorBoard(Tracker):
@@ -74,7 +89,9 @@ class _Events(Writer):
         self._file.close()
 
     def _scalars(self, row: MetricsRow) -> None:
-        values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers_in(row).items()]
+        values = [
+            self._summary.Value(tag=tag_of(name), simple_value=number) for name, number in numbers_in(row).items()
+        ]
         self._last = row["step"]
         self._add(self._summary(value=values), row["step"], row.get("time"))
 

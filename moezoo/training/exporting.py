@@ -36,9 +36,10 @@ from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
 from moezoo.hub.values import FolderValues, Values
-from moezoo.hub.weight_files import common_dtype
+from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.hub.writing import Plan, write_folder
 from moezoo.models import family_of
+from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
@@ -215,8 +216,8 @@ def plan_export(
         source: A run's folder, of which the newest checkpoint is taken, one of its `checkpoints/STEP`, or a Hugging
             Face folder. The latter is copied with its tokenizer and all tensors, unless `like` names another.
         target: The folder to make.
-        dtype: The dtype of the parameters; by default as they are in `source`, weights of few bits included. Choice
-            biases are always float32.
+        dtype: The dtype of the parameters; by default as they are in `source`, weights of few bits included, and of
+            pairs as in the folder that they were trained beside. Choice biases are always float32.
         like: A folder of the same model, which has tensors or files that `source` lacks, as in `save_pretrained`.
         max_shard_size: As in `save_pretrained`, for a run without `like`.
         format: As in `save_pretrained`.
@@ -280,10 +281,19 @@ def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:
     checkpoints, step = find(path, "source")
     about, checkpoint = read_about(checkpoints, step), checkpoints / str(step)
     check_model(cfg, about, checkpoint)
-    saved = blueprint_of(cfg).shapes
+    saved, dtype = blueprint_of(cfg).shapes, dtype or _base_dtype(cfg)
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
     return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg), cfg.data.chat_files())
+
+
+def _base_dtype(cfg: TrainConfig) -> str | None:
+    """Return the dtype of the folder beside which pairs were trained, without weights of few bits; None for others."""
+    folder = Path(cfg.init_from or "")
+    if isinstance(cfg.adapter, NoAdapter) or not (folder / "config.json").is_file():
+        return None
+    files = WeightFiles(folder)
+    return files.guess_dtype().name if all(each.dtype in DTYPES for each in files.tensors.values()) else None
 
 
 def _text_ends(cfg: TrainConfig) -> Sequence[int]:
@@ -312,7 +322,9 @@ def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
         )
         pairs = read_adapter(adapter, shapes)
         pairs.check_base(source.sha256)
-        values = MergedValues(FolderValues(found.holdings, found.shapes), pairs, shapes)
+        whole = FolderValues(found.holdings, found.shapes)
+        pairs.copies.check(whole)
+        values = MergedValues(whole, pairs, shapes)
         return _Origin(path, shapes, values, None, adapter=pairs.describe())
     found = find_model(source, dtype or "stored")
     return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)

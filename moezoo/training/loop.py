@@ -20,6 +20,7 @@ from moezoo.data.epochs import Epochs
 from moezoo.errors import UserError
 from moezoo.host import in_units
 from moezoo.models.base import LanguageModel
+from moezoo.models.layers import layers_with_experts
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import peak_bytes
@@ -231,8 +232,8 @@ class Loop:
         return self.validations.step == number
 
     def _progress(self, start: int) -> Progress:
-        tokens = self.cfg.batch_size * self.cfg.seq_len
-        return Progress(start, self.cfg.last_step, tokens, bound=self.cfg.dispatch.bound, watch=self.cfg.watch)
+        layers = layers_with_experts(self.step.blueprint.shapes.stacks)
+        return Progress(start, self.cfg.last_step, bound=self.cfg.dispatch.bound, layers=layers, watch=self.cfg.watch)
 
     def _profiler(self, compiled: CompiledStep, progress: Progress) -> Profiler:
         return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled.program, self._mesh, progress.print)

@@ -134,10 +134,11 @@ def draw_routing(history: list[MetricsRow]) -> Any:
     return figure
 
 
-def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
+def load_picture(load: np.ndarray, numbers: Sequence[int], path: Path, *, steps: str) -> None:
     """Draw the load of every expert, relative to the mean load of its layer.
 
-    `load` are assignments [layer, experts], summed over steps; the title says over which `steps`.
+    `load` are assignments [layer, experts], summed over steps, of the layers with these `numbers`; the title says over
+    which `steps`.
     """
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
     layers, num_experts = load.shape
@@ -154,7 +155,8 @@ def load_picture(load: np.ndarray, path: Path, *, steps: str) -> None:
         _mark_integers(axes.xaxis)
         _mark_integers(axes.yaxis)
     axes.set_xlabel("expert")
-    axes.set_ylabel("MoE layer")
+    axes.yaxis.set_major_formatter(lambda row, _: str(numbers[int(row)]) if row in range(layers) else "")
+    axes.set_ylabel("layer")
     axes.set_title(f"Expert load, {steps}", fontsize=10)
     figure.colorbar(image, ax=axes, extend="max", label="load / mean load of the layer")
     _save(figure, path)

@@ -2,14 +2,18 @@
 
 import contextlib
 import sys
+import time
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
 
 from moezoo.parallel import distributed
-from moezoo.progress import BatchCounter, bar_on
+from moezoo.progress import BAR, BatchCounter, bar_on, time_left
 from moezoo.trackers import MetricsRow, Writer
-from moezoo.training.watch import LiveView
+from moezoo.training.watch import LiveView, wrap
+
+_LEAST = 20  # columns of figures beside the bar
 
 
 class Progress(Writer):
@@ -18,14 +22,14 @@ class Progress(Writer):
     `batches` shows the batches of an evaluation. Of several processes only the first prints.
     """
 
-    def __init__(self, first: int, steps: int, tokens: int, *, bound: str | None, watch: bool = False):
-        """Prepare for the steps after `first`, each of `tokens` tokens.
+    def __init__(self, first: int, steps: int, *, bound: str | None, layers: Sequence[int], watch: bool = False):
+        """Prepare for the steps after `first`.
 
-        `bound` is the name of the strategy's option that may drop assignments, if it has one. With `watch`, curves and
-        figures are drawn below the bar.
+        `bound` is the name of the strategy's option that may drop assignments, if it has one; `layers` are the numbers
+        of the layers with experts. With `watch`, curves and figures are drawn below the bar.
         """
-        self._steps, self._tokens, self._bound, self._warned = steps, tokens, bound, False
-        self._view = LiveView() if watch else None
+        self._steps, self._bound, self._warned = steps, bound, False
+        self._view = LiveView(layers) if watch else None
         self._first, self._bar, self._task = first, None, None
         self._held = contextlib.ExitStack()
         self._quiet = not distributed.is_first()
@@ -34,7 +38,10 @@ class Progress(Writer):
         if not self._quiet:
             self._bar = self._held.enter_context(bar_on(sys.stdout, self._view))
         if self._bar is not None:
-            self._task = self._bar.add_task("", total=self._steps, completed=self._first, unit="step")
+            self._task = self._bar.add_task(
+                "", total=self._steps, completed=self._first, unit="step", begun=self._first
+            )
+        self._began = time.monotonic()
         self.batches = BatchCounter(self._bar, self.print)
         return self
 
@@ -70,25 +77,27 @@ class Progress(Writer):
                 self.print(f"step {row['step']}/{self._steps}  {text}")
             return
         assignments = 0 if load is None else int(load.sum())
-        text = f"loss {row['loss']:.4f}"
+        parts = [f"loss {row['loss']:.4f}"]
         if row["dropped"]:
-            text += f"  dropped {row['dropped'] / assignments:.1%}"
+            parts.append(f"dropped {row['dropped'] / assignments:.1%}")
             if not self._warned:
                 self._warn(row, assignments)
         if "val_loss" in row:
-            text += f"  validation {row['val_loss']:.4f}"
-        routing = _routing(row)
-        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+            parts.append(f"validation {row['val_loss']:.4f}")
+        parts += [*_routing(row), f"{row['tokens_per_second']:,.0f} tokens/s"]
         if self._view is not None:
             self._view.row(row, load)
         if self._bar is not None and self._view is not None:
             self._bar.update(self._task, completed=row["step"])
         elif self._bar is not None:
-            # On a second line: with all of it on one, a terminal of 80 columns has no place for the bar.
-            self._bar.update(self._task, completed=row["step"], description=f"{text}  {speed}\n{routing}")
+            # Beside the count of steps, the bar and the time left, with a space behind each.
+            others = len(f"step {self._steps}/{self._steps}") + BAR + len("00:00:00 left") + 3
+            lines = wrap(parts, max(self._bar.console.width - others, _LEAST))
+            self._bar.update(self._task, completed=row["step"], description="\n".join(lines))
         else:
-            left = _duration((self._steps - row["step"]) * self._tokens / row["tokens_per_second"])
-            self.print(f"step {row['step']}/{self._steps}  {text}  {routing}  {speed}  {left} left")
+            step, elapsed = row["step"], time.monotonic() - self._began
+            left = time_left(elapsed, step - self._first, self._steps - step)
+            self.print("  ".join([f"step {step}/{self._steps}", *parts, f"{left} left"]))
 
     def print(self, line: str) -> None:
         """Print a line above the bar."""
@@ -98,16 +107,10 @@ class Progress(Writer):
             print(line, flush=True)
 
 
-def _routing(row: MetricsRow) -> str:
-    """Tell how evenly experts are used: means over layers, each before the layer that is farthest from balance."""
-    return (
-        f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}  "
-        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}  used {int(100 * row['experts_in_use'])}%"
-    )
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return (
-        f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}" if whole >= 3600 else f"{whole // 60}:{whole % 60:02}"
-    )
+def _routing(row: MetricsRow) -> list[str]:
+    """Return how evenly experts are used: means over layers, each before the layer that is farthest from balance."""
+    return [
+        f"entropy {row['mean_entropy']:.2f}/{row['lowest_entropy']:.2f}",
+        f"violation {row['mean_violation']:.2f}/{row['max_violation']:.2f}",
+        f"used {int(100 * row['experts_in_use'])}%",
+    ]

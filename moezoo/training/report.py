@@ -3,8 +3,11 @@
 import collections
 import dataclasses
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -362,18 +365,29 @@ def _describe_saves(cfg: TrainConfig) -> str:
     return f"{', '.join(due)} and at the end; {newest} and the best are kept"
 
 
+def _fitting(text: str) -> list[str]:
+    """Return the lines of a text beside the titles: on a terminal of its width, elsewhere the text as it is."""
+    room = shutil.get_terminal_size().columns - _TITLE_WIDTH
+    if not sys.stdout.isatty() or len(text) <= room or room < _TITLE_WIDTH:
+        return [text]
+    kept: Any = dict.fromkeys(("break_long_words", "break_on_hyphens", "replace_whitespace", "expand_tabs"), False)
+    return textwrap.wrap(text, room, **kept) or [text]
+
+
 def print_lines(rows: Sequence[tuple[str, str]]) -> None:
     """Print titled lines on the first process; a title is printed once for its consecutive lines.
 
-    What the encoding of stdout lacks is printed as escapes: a sample may hold any character.
+    What the encoding of stdout lacks is printed as escapes: a sample may hold any character. On a terminal, lines are
+    broken between words.
     """
     if not distributed.is_first():
         return
     before, encoding = "", getattr(sys.stdout, "encoding", None) or "utf-8"
     for title, text in rows:
-        line = f"{'' if title == before else title:<{_TITLE_WIDTH}}{text}"
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
-        before = title
+        for part in _fitting(text):
+            line = f"{'' if title == before else title:<{_TITLE_WIDTH}}{part}"
+            print(line.encode(encoding, "backslashreplace").decode(encoding))
+            before = title
     sys.stdout.flush()
 
 

@@ -21,6 +21,7 @@ from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
 from moezoo.hub.adapters import write_adapter
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
+from moezoo.models.layers import layers_with_experts
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
 from moezoo.parallel.execution import Execution
@@ -194,7 +195,8 @@ def _train(
             routing_picture(log.history, folder / "routing.png")
             if loop.loads:
                 steps_shown = f"last {len(loop.loads)} logged steps"
-                load_picture(np.sum(loop.loads, axis=0), folder / "expert_load.png", steps=steps_shown)
+                layers = layers_with_experts(state.model.stacks)
+                load_picture(np.sum(loop.loads, axis=0), layers, folder / "expert_load.png", steps=steps_shown)
         for writer, name in itertools.product(writers, ("loss.png", "routing.png", "expert_load.png")):
             if (folder / name).exists():
                 writer.picture(folder / name)

@@ -15,9 +15,13 @@ _LEVELS, _PLAIN_LEVELS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # loads from 
 
 
 class LiveView(Writer):
-    """Rows as rich draws them, at the width of the terminal, without characters that it lacks."""
+    """Rows as rich draws them, at the width of the terminal, without characters that it lacks.
 
-    def __init__(self) -> None:
+    `layers`: the numbers of the layers with experts.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = layers
         self._rows: list[MetricsRow] = []
         self._load: np.ndarray | None = None
 
@@ -50,7 +54,7 @@ class LiveView(Writer):
         if len({step for step, _ in points}) > 1:
             lines += ["", *curve(points, width, plain=plain)]
         if self._load is not None:
-            lines += ["", *load_lines(self._load, width, plain=plain)]
+            lines += ["", *load_lines(self._load, self._layers, width, plain=plain)]
         return lines
 
 
@@ -90,11 +94,11 @@ def curve(points: Sequence[tuple[int, float]], width: int, *, plain: bool) -> li
     return [*(f"{label:>{edge - 2}} {bar}{line}" for label, line in zip(labels, drawn, strict=True)), axis]
 
 
-def load_lines(load: np.ndarray, width: int, *, plain: bool) -> list[str]:
+def load_lines(load: np.ndarray, layers: Sequence[int], width: int, *, plain: bool) -> list[str]:
     """Draw the load of the experts of each layer: the mean in the middle, at the top twice the mean or more.
 
-    Where there are more experts than columns, a column shows the most loaded of several. Of many layers, those that are
-    farthest from balance are drawn.
+    `layers` are the numbers of the layers. Where there are more experts than columns, a column shows the most loaded of
+    several. Of many layers, those that are farthest from balance are drawn.
     """
     levels = _PLAIN_LEVELS if plain else _LEVELS
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
@@ -102,12 +106,12 @@ def load_lines(load: np.ndarray, width: int, *, plain: bool) -> list[str]:
     title = f"load of {load.shape[1]} experts ({levels[4]} mean)"
     if len(order) < len(load):
         title += f", {len(order)} of {len(load)} layers"
-    edge = len(f"layer {len(load)} ")
+    edge = len(f"layer {max(layers)} ")
     columns = min(load.shape[1], max(width - edge, 1))
     wide = max(1, min(4, (width - edge) // columns))
     lines = [title]
-    for layer in order:
-        tops = [part.max() for part in np.array_split(relative[layer], columns)]
+    for row in order:
+        tops = [part.max() for part in np.array_split(relative[row], columns)]
         marks = (levels[0 if top == 0 else min(8, max(1, round(4 * top)))] for top in tops)
-        lines.append(f"{f'layer {layer + 1}':<{edge}}" + "".join(mark * wide for mark in marks))
+        lines.append(f"{f'layer {layers[row]}':<{edge}}" + "".join(mark * wide for mark in marks))
     return lines

@@ -278,6 +278,18 @@ def test_extras_are_listed_and_a_broken_library_is_noted(monkeypatch, broken_lib
     assert "ImportError: libx.so: cannot open" in raises
 
 
+def test_a_module_of_another_name_than_its_distribution_is_imported(monkeypatch, tmp_path):
+    """As `material` of mkdocs-material."""
+    (tmp_path / "other_name-1.0.dist-info").mkdir()
+    (tmp_path / "other_name-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: other-name\n")
+    (tmp_path / "other_name-1.0.dist-info" / "RECORD").write_text("theirs/__init__.py,,\ntheirs/deep/__init__.py,,\n")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert list(doctor_installed._import_all([("docs", "other-name")])) == []
+
+
 def _only(function, *names):
     return lambda: {name: found for name, found in function().items() if name in names}
 

@@ -318,6 +318,15 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         assert "this machine has 0.0 GiB" in err
 
 
+def test_the_folder_of_a_run_is_named_by_run_dir(console, tmp_path):
+    """And one of its checkpoints."""
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "config.yaml").touch()
+    for run in (tmp_path, tmp_path / "checkpoints" / "2"):
+        code, out, err = console("generate", f"folder={run}", "prompt=1")
+        assert (code, out, err) == (2, "", f"error: folder={run} is the folder of a run; write run_dir={run}\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -65,7 +65,7 @@ def test_totals_and_nearly_all_is_split_over_all_devices(name):
 # What no paper gives (no released size is tied); a softmax router has no choice bias and so no rate of it; only ERNIE
 # has a least sum.
 NO_PAPER = {"z_loss", "load_balance_over", "tied_embeddings", "unembedding_std", "router.bias_rate", "router.least_sum"}
-NO_PAPER |= {"yarn.truncate"}
+NO_PAPER |= {"yarn.truncate", "yarn.attention_factor"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}

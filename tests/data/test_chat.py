@@ -111,6 +111,13 @@ def test_what_a_user_should_know_of_chats(folder, tmp_path, monkeypatch):
         monkeypatch.setattr(chat_renderer._Child, "start", None)
 
 
+def test_nul_characters_are_counted(folder, tmp_path):
+    """In what is trained: other keys have no effect."""
+    records = [{"messages": [{"role": "user", "content": "a\0"}, *PLAIN[2:3]], "other": "\0"} for _ in range(3)]
+    (note,) = load_chats(settings(write(tmp_path / "a.jsonl", records), folder)).notes
+    assert note.startswith(f"3 NUL characters in 3 documents, such as data.path={tmp_path}/a.jsonl line 1;")
+
+
 def tokenizer(folder: Path) -> HuggingFace:
     return HuggingFace(folder / "tokenizer.json", key="key")
 

@@ -91,12 +91,14 @@ def test_a_chat_without_an_answer(formats):
 
 
 def test_tools_and_variables_reach_the_template(tmp_path):
-    texts = {"default": "no tools {{ mood }} {{ documents }}", "tool_use": "{{ tools[0].function.name }} {{ mood }}"}
+    texts = {"default": "no tools {{ mood }} {{ documents }} {{ tools }}"}
+    texts["tool_use"] = "{{ tools[0].function.name }} {{ mood }}"
     with ChatFormat(Template("T", texts, {"mood": "any"}), Bytes(), DATE) as chats:
-        for tools, expected in ((None, "no tools good None"), (json.dumps(QWEN.tools), "sum good")):
+        none = [(tools, "no tools good None None") for tools in (None, [], "[]")]
+        for tools, expected in (*none, (json.dumps(QWEN.tools), "sum good")):
             chat = read_chat({"messages": PLAIN, "tools": tools, "chat_template_kwargs": {"mood": "good"}})
             assert chats.encode(chat, "all").text == expected
-        assert chats.encode(CHAT, "all").text == "no tools any None"
+        assert chats.encode(CHAT, "all").text == "no tools any None None"
 
 
 def test_arguments_as_json_text_are_objects(formats):

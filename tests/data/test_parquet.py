@@ -62,6 +62,10 @@ def test_refusals(pyarrow, tmp_path):
     write(pyarrow, path, text=[1, 2])
     with refused(f"data.path={path}: column text has type int64, not string; set data.field"):
         load_parquet(path)
+    twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array([1])], ["text", "body", "text"])
+    pyarrow.parquet.write_table(twice, path)
+    with refused(f"data.path={path} has several columns text: number 1 (string) and number 3 (int64); rename all"):
+        load_parquet(path)
     broken = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     write(pyarrow, path, text=broken)
     with refused(f"data.path={path} row 2 is not UTF-8: byte 0 of its string; write it again"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import sysconfig
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.data import PythonStdlib, Source, Text, load, train_batches
+from moezoo.data import Jsonl, PythonStdlib, Source, Text, load, train_batches
 from moezoo.data import files as files_module
 from moezoo.data.files import find_files, read_texts
 from moezoo.errors import UserError
@@ -205,6 +206,31 @@ def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
     with refused(f"data.path={tmp_path}/wrong.txt is not UTF-8 text: byte 32 is 0xe2"):
         list(read_texts(find_files(str(tmp_path / "wrong.txt"), key="data.path")))
     assert len(list(read_texts(find_files(str(tmp_path), key="data.path")))) == 5  # skipped as a whole
+
+
+def test_the_mark_of_utf8_is_no_text(tmp_path, monkeypatch):
+    """At the beginning of a file alone, be it one document or several."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"abc" + mark)
+    (tmp_path / "b.txt").write_bytes(mark + b"abc\ndef\nghi")
+    monkeypatch.setattr(files_module, "MOST_TEXT", 9)
+    parts = [document.text for document in read_texts(find_files(str(tmp_path), key="data.path"))]
+    assert parts == [b"abc" + mark, b"abc\ndef\n", b"ghi"]
+    (tmp_path / "a.txt").write_bytes(mark)
+    with refused(f"data.path={tmp_path}/a.txt is an empty file"):
+        list(read_texts(find_files(str(tmp_path / "a.txt"), key="data.path")))
+
+
+def test_nul_characters_are_counted(tmp_path):
+    """Also those of a cached entry; a file of a folder with one is no text."""
+    (tmp_path / "a.txt").write_bytes(b"ab\0cd\0ef" * 40)
+    for _ in range(2):
+        (note,) = load_text(tmp_path / "a.txt").notes
+        assert note.startswith(f"80 NUL characters in 1 document, such as data.path={tmp_path}/a.txt; they are")
+    lines = [json.dumps({"text": text}) for text in ("a\0" * 20, "b" * 40, "\\u0000" * 40, *"\0" * 40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (note,) = load(Jsonl(path=str(tmp_path / "a.jsonl")), seq_len=4, seed=0, vocab=256).notes
+    assert note.startswith(f"60 NUL characters in 41 documents, such as data.path={tmp_path}/a.jsonl line 1;")
 
 
 def test_patterns(folder, tmp_path):

@@ -130,6 +130,25 @@ def test_a_merged_run_is_a_merged_folder(run, base, tmp_path):
         np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-6)
 
 
+def test_a_merged_run_has_the_dtype_of_its_base(tmp_path):
+    """Parameters of the run are float32; `dtype` is as asked for."""
+    model = Blueprint(CASES["fp8"].config, "bfloat16").shapes
+    moezoo.save_pretrained(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model), tmp_path / "base")
+    run = moezoo.train(
+        moezoo.compose(
+            *STEPS,
+            *LORA,
+            "execution.param_dtype=float32",
+            f"init_from={tmp_path}/base",
+            "steps=0",
+            f"run_dir={tmp_path}/run",
+        )
+    )
+    for dtype, wanted in ((None, "bfloat16"), ("float32", "float32")):
+        plan_export(str(run.folder), str(tmp_path / wanted), dtype=dtype).write()
+        assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
+
+
 def test_a_resumed_run_is_equal_to_the_bit(run, base, tmp_path):
     """It reads the base where it is; without it, or with another, it is refused."""
     shutil.copytree(run[0].folder, tmp_path / "a")

@@ -354,6 +354,10 @@ def with_tensor(name: str, change: Any) -> Any:
     return lambda config, tensors: tensors.update({name: change(tensors[name])})
 
 
+def with_tensor_of(module: str, shape: tuple[int, ...]) -> Any:
+    return lambda config, tensors: tensors.update({f"base_model.model.{module}.weight": np.zeros(shape, np.float32)})
+
+
 def put(x: np.ndarray, value: float) -> np.ndarray:
     changed = x.copy()
     changed.flat[5] = value
@@ -365,9 +369,17 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no method": (lambda c, t: c.pop("peft_type"), ("/adapter_config.json: peft_type=null, expected LORA",)),
     "dora": (with_key(use_dora=True), ("/adapter_config.json: use_dora=true computes something else", "false")),
     "bias": (with_key(bias="lora_only"), ("/adapter_config.json: bias=lora_only", "expected none", "merge")),
-    "whole modules": (
-        with_key(modules_to_save=["lm_head"]),
-        ("/adapter_config.json: modules_to_save=", "expected null"),
+    "a whole weight": (
+        with_tensor_of("lm_head", (40, 16)),
+        (": base_model.model.lm_head.weight is a whole weight that differs from the base's; merge with PEFT, then",),
+    ),
+    "a resized weight": (
+        with_tensor_of("lm_head", (41, 16)),
+        (": base_model.model.lm_head.weight has shape [41, 16], expected [40, 16]",),
+    ),
+    "an unknown weight": (
+        with_tensor_of("score", (40, 16)),
+        (": no weight of this model has these: base_model.model.score.weight", "merge with PEFT, then load"),
     ),
     "tokens": (with_key(trainable_token_indices=[3]), ("/adapter_config.json: trainable_token_indices=", "merge")),
     "changed base": (with_key(init_lora_weights="pissa"), ("/adapter_config.json: init_lora_weights=pissa", "merge")),
@@ -418,15 +430,15 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "a name of another model": (
         lambda c, t: t.update({f"{PREFIX}0.mlp.gate_proj.lora_{x}.weight": t[A] for x in "AB"}),
-        (": no weight of this model has these pairs: ", "mlp.gate_proj", "another model"),
+        (": no weight of this model has these: ", "mlp.gate_proj", "another model"),
     ),
     "a layer too many": (
         lambda c, t: t.update({name.replace("layers.0", "layers.2"): t[name] for name in (A, B)}),
-        (": no weight of this model has these pairs: ", "layers.2"),
+        (": no weight of this model has these: ", "layers.2"),
     ),
     "another tensor": (
         lambda c, t: t.update({f"{PREFIX}0.self_attn.q_proj.lora_magnitude_vector": t[A]}),
-        (": no weight of this model has these pairs: ", "lora_magnitude_vector"),
+        (": no weight of this model has these: ", "lora_magnitude_vector"),
     ),
     "two prefixes": (
         lambda c, t: t.update({A.removeprefix("base_model.model."): t[A]}),
@@ -466,7 +478,7 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
             c.update(target_parameters=["down_proj"]),
             t.update(tensors_of("0.mlp.experts", draw(6, 12), draw(16, 6))),
         ),
-        (": no weight of this model has these pairs: ", "mlp.experts"),
+        (": no weight of this model has these: ", "mlp.experts"),
     ),
 }
 
@@ -490,6 +502,27 @@ def test_what_is_no_adapter_of_the_model(name, adapter, tmp_path):
     save_file(tensors, folder / "adapter_model.safetensors")
     with refused(f"{folder}{parts[0]}", *parts[1:]):
         load_adapter(model_of(SMALL), folder)
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", False), ("bfloat16", False), ("float32", True)])
+def test_copies_of_the_base_are_read(dtype, tied, adapter, tmp_path):
+    """As PEFT names that of a head with a pair; also in bfloat16, and of the embedding that is the head too."""
+    model = model_of(replace(SMALL, tied_embeddings=tied))
+    moezoo.save_pretrained(model, tmp_path / "base")
+    head = load_file(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    config, tensors = read(adapter)
+    tensors = {key: x for key, x in tensors.items() if "lm_head" not in key}
+    tensors["base_model.model.lm_head.base_layer.weight"] = head.astype(dtype)
+    folder = write(tmp_path / "adapter", config | {"modules_to_save": ["lm_head"]}, tensors)
+    assert pairs_of(load_adapter(model, folder))
+    plan_export(str(tmp_path / "base"), str(tmp_path / "new"), adapter=str(folder))
+    tensors["base_model.model.lm_head.base_layer.weight"] = head.astype(dtype) * 2
+    changed = write(tmp_path / "changed", config, tensors)
+    line = f"{changed}: base_model.model.lm_head.base_layer.weight is a whole weight that differs"
+    with refused(line):
+        load_adapter(model, changed)
+    with refused(line):
+        plan_export(str(tmp_path / "base"), str(tmp_path / "new"), adapter=str(changed))
 
 
 def test_damaged_and_missing_files(adapter, tmp_path):

@@ -228,7 +228,7 @@ def index(folder, **where):
     [
         (lambda f: (f / "config.json").unlink(), "no config.json; name a Hugging Face model folder"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda f: change(f, model_type="mixtrall"), r"unknown model_type 'mixtrall'; did you mean 'mixtral'\?"),
+        (lambda f: change(f, model_type="mixtral2"), r"unknown model_type 'mixtral2'; valid: deepseek_v2, .*mixtral, "),
         (lambda f: change(f, model_type="lama"), "unknown model_type 'lama'; valid: deepseek_v2, deepseek_v3"),
         (lambda f: change(f, hidden_size=None), "config.json: hidden_size=null: expected a whole number"),
         (lambda f: drop(f, "hidden_size"), "config.json: hidden_size is missing"),

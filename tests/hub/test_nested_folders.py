@@ -112,7 +112,7 @@ KEYS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"n_group": 2}, (": n_group=2: moezoo does not know this key",)),
     ({"kind": "mistral3"}, (": ignore_index=-100: moezoo does not know this key",)),
     ({"kind": "mistral3", "ignore_index": None}, (": 1 tensor is not in the model of config.json: mm_projector.",)),
-    ({"kind": "mistral33"}, (": unknown model_type 'mistral33'; did you mean 'mistral3'?",)),
+    ({"kind": "mistral33"}, (": unknown model_type 'mistral33'; valid: ", "mistral3, ")),
 ]
 
 

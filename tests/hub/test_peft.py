@@ -86,6 +86,18 @@ def test_the_router_and_the_head_of_mixtral(save, tmp_path):
     np.testing.assert_allclose(theirs, logits(adapted), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "whole", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str
+)
+def test_whole_weights_that_peft_writes(save, whole, tmp_path):
+    """Of the head, which PEFT copies where it has a pair, or is told to save."""
+    model, base = save("mixtral")
+    theirs = peft.get_peft_model(load(base), peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **whole}))
+    theirs.save_pretrained(tmp_path)
+    assert any("lora_" not in name for name in read(tmp_path)[1])
+    assert pairs_of(load_adapter(model, tmp_path))
+
+
 MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),

@@ -107,6 +107,21 @@ SPELLINGS = {
         lambda c: (c.update(rope_theta=50.0, partial_rotary_factor=0.25), drop("rope_parameters", "rotary_dim")(c)),
     ),
     "ernie end": ("ernie", lambda c: c.update(moe_layer_end_index=-1)),
+    "glm 5 older types": (
+        "glm 5",
+        lambda c: c.update(layer_types=["deepseek_sparse_attention", "qwen_sparse_attention"]),
+    ),
+    "dots older types": ("dots", lambda c: c.update(layer_types=["attention"] * c["num_hidden_layers"])),
+    "attention factor": ("qwen3 window", lambda c: c["rope_parameters"].update(attention_factor=1.7)),
+    "attention factor of v3": ("v3", lambda c: c["rope_parameters"].update(attention_factor=1.7)),
+    "yarn as Qwen documents it": (
+        "qwen3",
+        lambda c: c.update(
+            max_position_embeddings=12,
+            rope_theta=c.pop("rope_parameters")["rope_theta"],
+            rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        ),
+    ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 

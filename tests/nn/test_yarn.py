@@ -62,6 +62,7 @@ def test_scales():
     assert Yarn(4.0, mscale_all=1.3).score_scale == pytest.approx((0.13 * math.log(4) + 1) ** 2)
     without = Yarn(4.0, mscale=0.0, mscale_all=0.0)
     assert (without.magnitude, without.score_scale) == (pytest.approx(0.1 * math.log(4) + 1), 1)
+    assert Yarn(4.0, attention_factor=1.7).magnitude == 1.7
 
 
 @pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"length": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}])

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import moezoo
+import moezoo.training.pictures as pictures
+import moezoo.training.progress as training_progress
 from moezoo import progress
 from moezoo.config.build import build_execution
 from moezoo.data import Synthetic
@@ -154,9 +156,14 @@ def test_routing_picture(tmp_path, count):
 
 
 @pytest.mark.parametrize("experts", [8, 64])
-def test_load_picture(tmp_path, experts):
-    load_picture(np.ones((2, experts), np.int32), tmp_path / "load.png", steps="last 2 logged steps")
+def test_load_picture(monkeypatch, tmp_path, experts):
+    """Layers have their numbers in the model."""
+    drawn, save = [], pictures._save
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: (drawn.append(figure), save(figure, path)))
+    load_picture(np.ones((2, experts), np.int32), (1, 3), tmp_path / "load.png", steps="last 2 logged steps")
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert [label for label in labels if label] == ["1", "3"]
 
 
 def test_rules_for_an_axis_of_one_device():
@@ -240,12 +247,62 @@ def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):
     """With a batch every 12 seconds: a line when 30 have passed, and none at the end."""
     now = 0
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now))
-    with Progress(0, 3, 1, bound=None) as shown:
+    with Progress(0, 3, bound=None, layers=(0,)) as shown:
         for done in range(9):
             now = 5000 + 12 * done
             shown.batches(done, 8)
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["evaluation: 3 of 8 batches", "evaluation: 6 of 8 batches"]
+
+
+def test_the_bar_has_the_time_left_at_80_columns(monkeypatch):
+    """Beside every figure that a row may have; no figure is broken."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    row = dict.fromkeys(("mean_entropy", "lowest_entropy", "mean_violation"), 0.5) | {
+        "max_violation": 12.5,
+        "step": 1000,
+    }
+    row |= {"loss": 12.3456, "val_loss": 2.3456, "tokens_per_second": 1234567.0, "experts_in_use": 1.0, "dropped": 3}
+    with Progress(0, 10000, bound="buffer_factor", layers=(0,)) as shown:
+        shown.row(row | {"dropped_by_layer": [3]}, np.array([[8, 0]]))
+    lines = terminal.getvalue().rpartition("step 1000/10000")[2].splitlines()
+    assert lines[0].endswith(" left")
+    for figure in ("loss 12.3456", "dropped 37.5%", "validation 2.3456", "violation 0.50/12.50", "1,234,567 tokens/s"):
+        assert any(figure in line for line in lines), figure
+
+
+def test_the_time_left_is_by_the_time_of_all_steps(monkeypatch, capsys):
+    """A pause counts as a part of all steps, and not as the speed from now on; a resumed run begins anew."""
+    now = 0.0
+    monkeypatch.setattr(training_progress, "time", types.SimpleNamespace(monotonic=lambda: now))
+    row = dict.fromkeys(("mean_entropy", "lowest_entropy", "mean_violation", "max_violation", "loss"), 0.5)
+    row |= {"tokens_per_second": 1.0, "experts_in_use": 1.0, "dropped": 0}
+    with Progress(100, 120, bound=None, layers=(0,)) as shown:
+        for step in range(101, 111):
+            now += 60.0 + 600.0 * (step == 110)
+            shown.row(row | {"step": step}, None)
+    lines = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "19:00 left"
+    assert lines[-2:] == ["11:00 left", "20:00 left"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_lines_of_the_summary_break_between_words(monkeypatch, is_terminal):
+    """Below each other, beside one title; a word that is too long stays whole, and a file has each line as it is."""
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    path = "runs/" + "long" * 9
+    print_lines([("mesh", "one two-three four five six seven eight"), ("", path), ("", "a  b")])
+    broken = ["mesh        one two-three four five six", f"{'':12}seven eight"]
+    whole = ["mesh        one two-three four five six seven eight"]
+    ends = [f"{'':12}{path}", f"{'':12}a  b"]
+    assert stream.getvalue().splitlines() == [*(broken if is_terminal else whole), *ends]
 
 
 def test_an_evaluation_is_in_the_bar_of_a_terminal(monkeypatch):
@@ -254,7 +311,7 @@ def test_an_evaluation_is_in_the_bar_of_a_terminal(monkeypatch):
         terminal = io.StringIO()
         terminal.isatty = lambda: True
         monkeypatch.setattr(sys, "stdout", terminal)
-        with Progress(1, 9, 1, bound=None) as shown:
+        with Progress(1, 9, bound=None, layers=(0,)) as shown:
             for batch in range(done + 1):
                 shown.batches(batch, 4)
         _, step, after = terminal.getvalue().rpartition("step 1/9")

@@ -26,6 +26,7 @@ from readers import read_mlflow, read_tensorboard, read_wandb
 # Libraries of others warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("tensorboard", "wandb", "mlflow")
+GROUPS = {"loss": "loss", "val_loss": "loss", "seconds_computing": "speed"}  # in TensorBoard
 SIZES = ["layers=1", "embed=16", "heads=2", "kv_heads=1", "head_dim=8", "expert_mlp=8", "vocab=32"]
 DATA = ["vocab=32", "documents=40", "eval_sequences=8"]
 TINY = [*(f"model.{word}" for word in SIZES), "data=synthetic", *(f"data.{word}" for word in DATA), "mesh=single"]
@@ -35,7 +36,7 @@ TINY += ["dispatch=gather", "seq_len=16", "log_every=1", "eval_every=4", "checkp
 def figures(folder, name, figure="loss"):
     """What a tracker has of a figure."""
     if name == "tensorboard":
-        return read_tensorboard(folder / name, figure)
+        return read_tensorboard(folder / name, f"{GROUPS.get(figure, 'run')}/{figure}")
     if name == "wandb":
         return read_wandb(folder / name, figure)
     return read_mlflow(f"sqlite:///{folder}/mlflow/mlflow.db", figure)
@@ -123,7 +124,7 @@ def test_pictures_configuration_and_summary_are_there(tmp_path):
     assert image.encoded_image_string == (tmp_path / "loss.png").read_bytes()
     for tag, part in (("config/text_summary", b"steps: 9"), ("summary/text_summary", b"model       small")):
         assert part in events.Tensors(tag)[0].tensor_proto.string_val[0]
-    assert [event.wall_time for event in events.Scalars("loss")] == [row(3)["time"]]
+    assert [event.wall_time for event in events.Scalars("loss/loss")] == [row(3)["time"]]
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     assert [path.read_bytes() for path in run.rglob("*.png")] == [(tmp_path / "loss.png").read_bytes()]
     assert b"small" in next(run.glob("*.wandb")).read_bytes()
