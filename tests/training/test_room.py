@@ -101,9 +101,11 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_a_disk_has_room_for_one_more_than_is_kept(tiny, tmp_path, disk, keep):
-    cfg = moezoo.compose(*tiny, f"checkpoint_keep={keep}", "mesh=ep8")
+@pytest.mark.parametrize(("every", "keep"), [("0", 1), ("0", 3), ("null", 2)])
+def test_a_disk_has_room_for_one_more_than_is_kept(tiny, tmp_path, disk, every, keep):
+    """The best of several evaluations is kept beside the newest."""
+    newest = keep - (every != "0")
+    cfg = moezoo.compose(*tiny, f"checkpoint_keep={newest}", "mesh=ep8", f"eval_every={every}")
     step = build_step(cfg, build_execution(cfg))
     each, folder = bytes_of(step.arguments[0]), tmp_path / "run"
 
@@ -124,7 +126,7 @@ def test_a_disk_has_room_for_one_more_than_is_kept(tiny, tmp_path, disk, keep):
 
 
 def test_frozen_arrays_are_written_once(tiny, tmp_path, disk):
-    words = (*tiny, "checkpoint_keep=1", "frozen=['.stacks[0]*']")
+    words = (*tiny, "checkpoint_keep=1", "eval_every=0", "frozen=['.stacks[0]*']")
     cfg = moezoo.compose(*words)
     step = build_step(cfg, build_execution(cfg))
     state, frozen = step.arguments[0], bytes_of(step.arguments[0].model.stacks)
