@@ -70,9 +70,9 @@ class Progress(Writer):
     def row(self, row: MetricsRow, load: np.ndarray | None) -> None:
         """Print a logged row; warn the first time that some of the assignments of its step are dropped."""
         if "loss" not in row:  # of the evaluation before the first step
-            text = f"validation {row['val_loss']:.4f}"
+            text, self._began = f"validation {row['val_loss']:.4f}", time.monotonic()
             if self._bar is not None:
-                self._bar.update(self._task, description=text)
+                self._bar.reset(self._task, description=text)  # its clock, too, is that of steps
             else:
                 self.print(f"step {row['step']}/{self._steps}  {text}")
             return
