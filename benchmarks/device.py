@@ -299,7 +299,7 @@ def _environment(part: Part, rehearse: str | None) -> Mapping[str, str]:
         own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     flags, wanted = own.get("XLA_FLAGS", ""), []
     if rehearse:
-        wanted = ["--xla_backend_optimization_level=0"]
+        wanted = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     elif glob.glob("/dev/nvidia[0-9]*"):
         # XLA would try many kernels of its own for every other product, which takes minutes; now it takes cuBLAS.
         wanted = ["--xla_gpu_enable_triton_gemm=false"]

@@ -121,6 +121,11 @@ class Here(NamedTuple):
         """The vendor's TFLOP/s of this kind of device, or None if it is not known."""
         return peak_of(jax.devices()[0].device_kind)
 
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The passes that are timed; a rehearsal leaves out the one that is a part of the other."""
+        return PASSED[-1:] if self.keys.rehearse else PASSED
+
     def lacks(self, unit: "Unit") -> str | None:
         """Return why the kernels that a unit needs cannot be measured; None if they can."""
         broken = [f"{name} is broken: {self.keys.broken[name]}" for name in unit.needs if name in self.keys.broken]
@@ -334,7 +339,7 @@ def _attention(here: Here, name: str) -> Iterator[Unit]:
         yield row | {"peak_bytes": peak_bytes(program)}
 
     functions: dict[str, Callable[..., Any]] = {n: partial(own, n) for n in backends_of("attention", here.target)}
-    for (name, function), passed in itertools.product([*functions.items(), ("cudnn", cudnn)], PASSED):
+    for (name, function), passed in itertools.product([*functions.items(), ("cudnn", cudnn)], here.passes):
         if name == "cudnn" and jax.default_backend() != "gpu":
             yield Unit(f"{name} {passed}", partial(_left_out, "cuDNN needs an NVIDIA GPU"))
             continue
@@ -381,7 +386,7 @@ def _layers(here: Here, name: str) -> Iterator[Unit]:
         published = PUBLISHED_MS.get(name) if passed == "forward" else None
         yield row | {"published_ms": published, "peak_bytes": peak_bytes(program)}
 
-    for who, passed in itertools.product(backends_of("grouped_matmul", here.target), PASSED):
+    for who, passed in itertools.product(backends_of("grouped_matmul", here.target), here.passes):
         execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(who,)))
         kernel = Kernel("", passes_of(partial(kernels.run_layer, execution))[passed], operands)
         yield Unit(f"{who} {passed}", partial(one, who, passed), kernel, needs=_product_kernels(who))
