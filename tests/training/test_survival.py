@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import endurance
 import jax
@@ -149,6 +150,15 @@ def test_a_signal_ends_an_evaluation(tiny, tmp_path, monkeypatch):
     assert ["val_loss" in row for row in read_rows(tmp_path / "a")] == [False] * 11 + [True]
 
 
+class Broken:
+    """A compiled step that fails."""
+
+    program: Any = None
+
+    def __call__(self, state: Any, batch: Any) -> None:
+        raise ZeroDivisionError
+
+
 def test_a_run_without_a_step_leaves_nothing(tiny, tmp_path, monkeypatch):
     """A signal or an error before the first step ends: new folders are removed, others stay without its files."""
     (tmp_path / "mine").mkdir()
@@ -160,10 +170,7 @@ def test_a_run_without_a_step_leaves_nothing(tiny, tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return compiled(self)
 
-    def broken(self):
-        return lambda state, batch: 1 // 0
-
-    for end, error in ((interrupted, moezoo.Stopped), (broken, ZeroDivisionError)):
+    for end, error in ((interrupted, moezoo.Stopped), (lambda _: Broken(), ZeroDivisionError)):
         monkeypatch.setattr(Loop, "_compile", end)
         for folder in ("new/run", "mine"):
             with pytest.raises(error):
@@ -172,7 +179,7 @@ def test_a_run_without_a_step_leaves_nothing(tiny, tmp_path, monkeypatch):
 
 
 def test_a_continued_run_without_a_step_keeps_its_folder(copy, whole, monkeypatch):
-    monkeypatch.setattr(Loop, "_compile", lambda self: lambda state, batch: 1 // 0)
+    monkeypatch.setattr(Loop, "_compile", lambda _: Broken())
     with pytest.raises(ZeroDivisionError):
         moezoo.train(moezoo.compose(f"resume={copy}/checkpoints/8", f"run_dir={copy}/other"))
     assert not (copy / "other").exists()
