@@ -9,7 +9,7 @@ Units belong to *parts*, in the order of what is most worth knowing, and a proce
 - A kernel that part `right` finds to be broken is left out of later parts, by name.
 - A part has a limit of seconds, each of its units too, and so has the whole.
 
-One process at a time runs, as a TPU serves only one.
+One process at a time runs, as a TPU serves only one. The next one has imported everything by then, and waits.
 """
 
 import contextlib
@@ -21,10 +21,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
@@ -86,11 +87,55 @@ class _Fault(NamedTuple):
     is_over: bool  # whether the time of the part or of the call is over, which is no fault of the unit
 
 
+class _Processes:
+    """Starts each process while the one before it measures. It imports, which takes seconds, and waits for its job on
+    stdin, without a device.
+    """
+
+    def __init__(self):
+        self._next: tuple[subprocess.Popen[str], IO[bytes]] | None = None
+
+    def take(self) -> tuple[subprocess.Popen[str], IO[bytes]]:
+        """Return a process, and the file of what it writes to stderr before it has its job."""
+        taken, self._next = self._next or self._start(), None
+        self._next = self._start()
+        return taken
+
+    def close(self) -> None:
+        """End the process that waits."""
+        waiting, self._next = self._next, None
+        if waiting is not None:
+            process, err = waiting
+            with err, process:
+                kill(process)
+
+    def _start(self) -> tuple[subprocess.Popen[str], IO[bytes]]:
+        err = tempfile.TemporaryFile()  # noqa: SIM115  it stays open until the process has ended
+        process = subprocess.Popen(
+            _command(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            errors="replace",
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # so that what it starts can be ended with it
+        )
+        return process, err
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process, and what it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class _Session:
     """The rows of a folder, and the time that is left."""
 
-    def __init__(self, keys: Any, folder: Path):
+    def __init__(self, keys: Any, folder: Path, processes: _Processes):
         self.keys, self.folder, self.end = keys, folder, time.monotonic() + keys.seconds
+        self.processes = processes
         self.date = f"{datetime.date.today()}"
         # What must be the same in all rows.
         self.labels: Row = {"size": f"toy ({keys.rehearse})" if keys.rehearse else "full"}
@@ -162,7 +207,16 @@ def run(keys: Any, folder: Path) -> Report:
 
     Raises `UserError` if there is no accelerator, and for rows of an earlier call on another device.
     """
-    session = _Session(keys, folder)
+    processes = _Processes()
+    with interrupts.undoing(processes.close):
+        try:
+            return _run(_Session(keys, folder, processes))
+        finally:
+            processes.close()
+
+
+def _run(session: _Session) -> Report:
+    keys, folder = session.keys, session.folder
     # As toys, parts of one name are the same.
     parts = {part.name: part for part in reversed(PARTS)}.values() if keys.rehearse else PARTS
     for part in sorted(parts, key=PARTS.index):
@@ -223,30 +277,20 @@ def _run_process(session: _Session, part: Part, end: float, tried: list[str]) ->
     def wait() -> float:
         return min(until, end) - time.monotonic()
 
-    with (session.folder / LOG).open("a+b") as err:
+    process, early = session.processes.take()
+    with (session.folder / LOG).open("a+b") as err, early:
         at = err.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            _command(session, part, tried),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            errors="replace",
-            env=_environment(part, session.keys.rehearse),
-            start_new_session=True,  # so that what it starts can be ended with it
-        )
-
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        with process, interrupts.undoing(kill):
+        with process, interrupts.undoing(lambda: kill(process)):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it ended on importing
+                process.stdin.write(json.dumps(_job(session, part, tried)) + "\n")
+                process.stdin.close()
             for message in messages(process, MARK, wait):
                 if message is None:
                     is_over = until > end
                     whose = "part" if end < session.end else "call"
                     reason = f"the {whose} is out of time" if is_over else f"it did not end in {limit:g} s"
-                    kill()
+                    kill(process)
                     break
                 session.add(message, part)
                 event = message.get("event")
@@ -257,6 +301,8 @@ def _run_process(session: _Session, part: Part, end: float, tried: list[str]) ->
                     limit = {"": _START, COMPILE: part.seconds}.get(unit, part.unit)
                     until = time.monotonic() + limit
             ended = process.wait()
+        early.seek(0)
+        err.write(early.read())
         err.seek(at)
         said = last_words(err.read().decode(errors="replace"))
     if reason is None and ended == 0:
@@ -269,10 +315,12 @@ def _run_process(session: _Session, part: Part, end: float, tried: list[str]) ->
     return _Fault(unit, kernel, reason, is_over)
 
 
-def _command(session: _Session, part: Part, tried: Sequence[str]) -> list[str]:
-    """Return the command of a part's process. Only the clone that this file is in has to be there."""
+def _job(session: _Session, part: Part, tried: Sequence[str]) -> dict[str, Any]:
+    """Return what the process of a part is told."""
     keys = session.keys
-    job = {
+    return {
+        "environment": _environment(part, keys.rehearse),
+        "log": str((session.folder / LOG).resolve()),
         "part": part.name,
         "argument": part.argument,
         "done": [*tried, *(session.done(part.title) if part.name != "env" else ())],
@@ -285,19 +333,24 @@ def _command(session: _Session, part: Part, tried: Sequence[str]) -> list[str]:
         "seconds": keys.each,
         "samples": keys.samples,
     }
+
+
+def _command() -> list[str]:
+    """Return the command of a process. Only the clone that this file is in has to be there."""
     root = str(Path(__file__).resolve().parents[1])
     # The path is removed again, because libraries look for packages `kernels` and `models`.
     lines = ["import sys", f"sys.path.insert(0, {root!r})", "import benchmarks, moezoo", "del sys.path[0]"]
-    lines += ["from benchmarks.device_parts import child", f"child({json.dumps(job)!r})"]
+    lines += ["from benchmarks.device_parts import child", "child(sys.stdin.readline())"]
     return [sys.executable, "-P", "-c", "; ".join(lines)]
 
 
 def _environment(part: Part, rehearse: str | None) -> Mapping[str, str]:
-    """Return the variables of a part's process; what the user has set stays."""
-    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, "PYTHONUNBUFFERED": "1"}
+    """Return variables of a part's process, which JAX reads when it starts; what the user has set stays."""
+    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    own = {name: os.environ.get(name, "0.92")}
     if part.name == "torch":  # it shares the memory of a GPU with JAX
         own["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    flags, wanted = own.get("XLA_FLAGS", ""), []
+    flags, wanted = os.environ.get("XLA_FLAGS", ""), []
     if rehearse:
         wanted = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
     elif glob.glob("/dev/nvidia[0-9]*"):

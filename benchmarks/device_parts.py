@@ -525,8 +525,13 @@ _LOST = ("CUDA_ERROR", "illegal memory access", "unspecified launch failure", "m
 
 
 def child(text: str) -> None:
-    """Measure the units of a part that are not done yet. `text` is JSON, as `benchmarks.device` writes it."""
+    """Measure the units of a part that are not done yet. `text` is JSON of `benchmarks.device`, or nothing."""
+    if not text:
+        return
     job = SimpleNamespace(**json.loads(text))
+    os.environ.update(job.environment)
+    with open(job.log, "ab") as log_file:
+        os.dup2(log_file.fileno(), 2)
 
     def say(message: Row) -> None:  # what libraries print may end within a line
         print(f"\n{MARK}{json.dumps(message)}", flush=True)

@@ -144,7 +144,9 @@ FAKES = {
 SCRIPT = """
 import json, os, sys, time
 def say(**message): print("moezoo-bench " + json.dumps(message), flush=True)
-units, part = json.loads(sys.argv[1]), sys.argv[2]
+job, fakes = json.loads(sys.stdin.readline() or "null"), json.loads(sys.argv[1])
+if job is None: sys.exit()
+part, units = job["part"], [unit for unit in fakes[job["part"]] if unit not in job["done"]]
 if part == "attention": sys.exit("it does not start")
 for unit in units:
     say(event="begin", unit=unit, kernel=None)
@@ -161,12 +163,7 @@ for unit in units:
 def test_processes_that_end_too_early(capsys, monkeypatch):
     """A crash, a hang, an end between two units and one before the first each leave one row; the time ends the last."""
 
-    def command(session, part, tried):
-        done = (*tried, *(session.done(part.title) if part.name != "env" else ()))
-        units = [unit for unit in FAKES[part.name] if unit not in done]
-        return [sys.executable, "-c", SCRIPT, json.dumps(units), part.name]
-
-    monkeypatch.setattr(device, "_command", command)
+    monkeypatch.setattr(device, "_command", lambda: [sys.executable, "-c", SCRIPT, json.dumps(FAKES)])
     limits = {name: 1000 if name == "torch" else 2 for name in FAKES}
     monkeypatch.setattr(device, "PARTS", tuple(device.Part(name, "", 1000, limits[name]) for name in FAKES))
     code, out, err = bench(capsys, "seconds=8", "out=a")
@@ -214,7 +211,7 @@ def test_processes_that_end_too_early(capsys, monkeypatch):
 )
 def test_other_rows_are_refused(capsys, monkeypatch, text, message):
     """A folder that cannot go on is named in a line, and what it has stays."""
-    monkeypatch.setattr(device, "_command", lambda *_: [sys.executable, "-c", SCRIPT, '["device"]', "env"])
+    monkeypatch.setattr(device, "_command", lambda: [sys.executable, "-c", SCRIPT, json.dumps(FAKES)])
     Path("a").mkdir()
     Path("a/rows.jsonl").write_text(text)
     code, _, err = bench(capsys, "resume=a", "out=b", "only=env")
