@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import signal
 import time
 import types
@@ -144,7 +145,9 @@ class Loop:
             if start == 0 and cfg.is_evaluated(0) and self.validations == Validations():
                 self._evaluate_first(state, signals, progress, waiting)
             number = start
-            for number in profiler.follow(range(start + 1, final + 1)):
+            goes_on = lambda _: not self.validations.exhaust(cfg.eval_patience)  # noqa: E731
+            numbers = itertools.takewhile(goes_on, range(start + 1, final + 1))
+            for number in profiler.follow(numbers):
                 asked = _Asked(signals.number, self._is_save_due()).agree()
                 if asked.signal:
                     self._stop(number - 1, state, asked.signal)
@@ -190,8 +193,6 @@ class Loop:
                     self._save(number, state)
                     spent.saving += time.perf_counter() - began
                     due = False
-                if last:
-                    break
             self.checkpoints.wait()
             # A signal during the last step or its save also ends the run.
             if asked := distributed.largest(signals.number):

@@ -1,7 +1,7 @@
 """Is there room for a run, in memory and on disk? Both are answered before anything is compiled or written."""
 
 import shutil
-from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -57,10 +57,10 @@ def _predict(step: Step) -> Footprint | None:
         return None
 
 
-def check_disk(cfg: TrainConfig, step: Step, folder: Path) -> None:
+def check_disk(cfg: TrainConfig, step: Step, folder: Any) -> None:
     """Raise `UserError` where the disk of a run folder has no room for one checkpoint more than is kept.
 
-    The next one is written before the oldest is removed. Nothing is known of an object store.
+    The next one is written before the oldest is removed. Nothing is known of an object store, whose `folder` is a URL.
     """
     if is_url(folder):
         return

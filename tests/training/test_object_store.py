@@ -109,7 +109,7 @@ def test_rows_are_there_before_their_checkpoint(tiny, store, monkeypatch):
     """A run that is killed after a save has every row until then."""
     save, found = Checkpoints.save, {}
 
-    def saved(self, step, trees, about):
+    def saved(self, step, trees, about, best=None):
         found[step] = [row["step"] for row in read_metrics(self.folder.parent / "metrics.jsonl", until=99)]
         save(self, step, trees, about)
 

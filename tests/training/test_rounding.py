@@ -19,6 +19,8 @@ from moezoo.config.build import build_execution
 from moezoo.data import Batch
 from moezoo.host import in_units
 from moezoo.optim import Guard
+from moezoo.parallel.axes import Axes, Role
+from moezoo.parallel.placement import Placement
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training import loop, rounding
 from moezoo.training.build import build_state, build_step
@@ -29,18 +31,16 @@ from moezoo.training.step import Step
 AXES = ("one", "two")
 
 
-class Stored:
-    """How an array is split: over these mesh axes along its first dimension."""
-
-    def __init__(self, *axes: str):
-        self.mesh_axes = axes
+def split_over(*axes: str) -> Placement:
+    """Return where an array is that is split over these mesh axes along its first dimension."""
+    return Placement(Axes(Role.WEIGHT, (), ("embed",), ()), (axes,), ((),), 1)
 
 
 def test_counts_by_hand():
     """In bfloat16 the neighbours of 1 are 1 - 2^-8 and 1 + 2^-7; a change of half of the way to a neighbour is lost."""
     start = jnp.ones(8, jnp.bfloat16)
     changes = np.array([0, 2**-9, -(2**-8), 2**-9 + 2**-20, -(2**-8) - 2**-20, 1, 2**-24, 2**-26], np.float32)
-    counted = jax.jit(lambda p, c: count_lost([p], [c], [Stored()], ()))(start, changes)
+    counted = jax.jit(lambda p, c: count_lost([p], [c], [split_over()], ()))(start, changes)
     # No change in float32: the first and the last. Lost: halves, which are ties to the even 1, and 2^-24.
     assert as_counts(counted) == (6, 3)
 
@@ -64,7 +64,7 @@ def test_arrays_of_every_rank_on_a_mesh_against_numpy():
     wide = {"wide": np.ones(3, np.float32)}
     specs = {name: PartitionSpec(axes or None) if arrays[name] else PartitionSpec() for name, axes in stored.items()}
     specs |= {"wide": PartitionSpec()}
-    placements = {name: Stored(*axes) for name, axes in stored.items()} | {"wide": Stored()}
+    placements = {name: split_over(*axes) for name, axes in stored.items()} | {"wide": split_over()}
     count = lambda p, c: count_lost(p, c, placements, AXES)  # noqa: E731
     mapped = jax.jit(jax.shard_map(count, mesh=mesh, in_specs=(specs, specs), out_specs=PartitionSpec()))
     assert as_counts(mapped(parameters | wide, changes | wide)) == (changed, changed - moved)
@@ -76,7 +76,7 @@ def test_counts_above_32_bits(monkeypatch):
     mesh, size = auto_mesh(one=8), 37
     start = [jnp.ones((8, 11, 3, size), jnp.bfloat16), jnp.ones((8, 7), jnp.bfloat16)]
     changes = [jnp.full(x.shape, 2.0**-10, jnp.float32) for x in start]
-    count = lambda p, c: count_lost(p, c, [Stored("one")] * 2, ("one",))  # noqa: E731
+    count = lambda p, c: count_lost(p, c, [split_over("one")] * 2, ("one",))  # noqa: E731
     mapped = jax.shard_map(count, mesh=mesh, in_specs=PartitionSpec("one"), out_specs=PartitionSpec())
     counted = jax.jit(mapped)(start, changes)
     assert (np.asarray(counted)[:, 1] < 16).all()
@@ -159,7 +159,7 @@ def test_more_than_half_of_all_changes_of_the_first_steps(tiny, monkeypatch, los
     run, lines, found = SimpleNamespace(cfg=cfg, step=step_of(*tiny), _lost=np.zeros(2, np.int64)), [], []
     progress = SimpleNamespace(print=lines.append)
     for number, count in enumerate(lost, start=1):
-        metrics: Any = SimpleNamespace(lost=np.array([[0, 4], [0, count]]))
+        metrics: Any = SimpleNamespace(lost=jnp.array([[0, 4], [0, count]], jnp.uint32))
         Loop._check_rounding(run, number, metrics, progress, last=number == steps)  # type: ignore[arg-type]
         found += [number] * len(lines)
         lines.clear()
