@@ -111,7 +111,7 @@ def test_rows_are_there_before_their_checkpoint(tiny, store, monkeypatch):
 
     def saved(self, step, trees, about, best=None):
         found[step] = [row["step"] for row in read_metrics(self.folder.parent / "metrics.jsonl", until=99)]
-        save(self, step, trees, about)
+        save(self, step, trees, about, best)
 
     monkeypatch.setattr(Checkpoints, "save", saved)
     moezoo.train(moezoo.compose(*tiny, *RUN, "run_dir=gs://bucket/run"))
