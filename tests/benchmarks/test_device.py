@@ -67,7 +67,7 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     Path("planted.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     # Less for a unit of `right`, because one waits for ever.
-    monkeypatch.setattr(device, "PARTS", tuple(p._replace(unit=30) if p.name == "right" else p for p in device.PARTS))
+    monkeypatch.setattr(device, "PARTS", tuple(p._replace(unit=45) if p.name == "right" else p for p in device.PARTS))
     code, out, err = bench(capsys, "rehearse=gpu", "kernels=planted", "out=a")
     assert code == 2
     rows, begun = rows_of("a/rows.jsonl")
@@ -92,7 +92,7 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     assert broken.keys() == {"wrong outer", "crashing outer", "hanging outer"}
     assert broken["wrong outer"]["roundings"] == pytest.approx(0.1 * 2**8, rel=0.1)
     assert broken["crashing outer"]["error"].startswith("its process ended by SIGSEGV")
-    assert broken["hanging outer"]["error"] == "it did not end in 30 s"
+    assert broken["hanging outer"]["error"] == "it did not end in 45 s"
     assert sum("error" in row for row in rows) == 2
     assert "device: 2 measurements failed and 1 results disagree; see a/rows.jsonl" in err
 
