@@ -60,7 +60,7 @@ FROZEN = "frozen"
 
 def count_kept(cfg: TrainConfig) -> int:
     """Return how many checkpoints stay in the folder of a run between two saves, the best one included."""
-    return cfg.checkpoint_keep + (cfg.eval_every != 0)
+    return min(cfg.checkpoint_keep + (cfg.eval_every != 0), cfg.last_step + 1)
 
 
 class Checkpoints:

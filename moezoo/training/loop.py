@@ -172,7 +172,8 @@ class Loop:
                 )
                 progress.step(number)
                 self._check_skipped(number, metrics, progress)
-                self._check_rounding(number - start, metrics, progress, last=number == final)
+                if start == 0:
+                    self._check_rounding(number, metrics, progress, last=number == final)
                 evaluate, gain = cfg.is_evaluated(number), False
                 if evaluate:
                     evaluation = self._evaluate(state.model, signals, progress, waiting)
