@@ -35,6 +35,7 @@ def test_links_lead_to_files_and_headings(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_code_has_a_language_and_commands_are_where_they_are_checked(name):
+    assert not re.search(r"^(<{7}|={7}$|>{7})", read(name).prose, re.MULTILINE), "what a merge has left"
     for block in read(name).blocks:
         where = f"{name}:{block.line}"
         assert block.language in LANGUAGES, f"{where}: write one of {LANGUAGES} behind the fence"
