@@ -386,7 +386,10 @@ def _layers(here: Here, name: str) -> Iterator[Unit]:
         published = PUBLISHED_MS.get(name) if passed == "forward" else None
         yield row | {"published_ms": published, "peak_bytes": peak_bytes(program)}
 
-    for who, passed in itertools.product(backends_of("grouped_matmul", here.target), here.passes):
+    backends = backends_of("grouped_matmul", here.target)
+    if here.keys.rehearse:  # layers of kernels that are all rehearsed as products
+        backends = [who for who in backends if agreement.PRODUCTS[who].gated or who in agreement.PORTABLE]
+    for who, passed in itertools.product(backends, here.passes):
         execution = Execution(dtype="bfloat16", remat="none", kernels=Kernels(grouped_matmul=(who,)))
         kernel = Kernel("", passes_of(partial(kernels.run_layer, execution))[passed], operands)
         yield Unit(f"{who} {passed}", partial(one, who, passed), kernel, needs=_product_kernels(who))
