@@ -60,6 +60,11 @@ def rows_of(file):
     return [row for row in rows if "event" not in row], begun
 
 
+def test_a_kernel_of_two_backends_is_missed_by_both():
+    assert "grouped_matmul hopper outer" in device_parts._product_kernels("hopper_persistent")
+    assert "outer" not in agreement.roles_of("hopper_persistent")
+
+
 @pytest.mark.newer
 @pytest.mark.interpreted
 def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):

@@ -18,6 +18,7 @@ from moezoo.parallel import memory
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.training import room
 from moezoo.training.build import build_step
+from moezoo.training.checkpoint import count_kept
 from moezoo.training.step_memory import step_footprint
 
 
@@ -126,6 +127,11 @@ def test_a_disk_has_room_for_one_more_than_is_kept(tiny, tmp_path, disk, every, 
     (folder / "checkpoints/unfinished.9/part").mkdir(parents=True)
     (folder / "checkpoints/unfinished.9/part/file").write_bytes(bytes(1000))  # what a run removes when it goes on
     check_bound(each - 1000)
+
+
+def test_a_short_run_has_few_checkpoints(tiny):
+    cfg = moezoo.compose(*tiny, "steps=1", "checkpoint_keep=9")
+    assert count_kept(cfg) == 2  # before and after its step
 
 
 def test_frozen_arrays_are_written_once(tiny, tmp_path, disk):
