@@ -8,9 +8,10 @@ from typing import Any
 
 import moezoo.interrupts as interrupts
 from moezoo.data.chat_format import ChatFormat
-from moezoo.data.chat_records import LIKE, Chat, read_chat
+from moezoo.data.chat_records import Chat, read_chat
 from moezoo.data.files import find_files
-from moezoo.data.jsonl import parse_object, read_lines
+from moezoo.data.json_values import parse_record
+from moezoo.data.records import SUFFIXES, read_records
 from moezoo.data.tokenizer import whole_text
 from moezoo.errors import UserError, locating
 from moezoo.typed import show
@@ -52,12 +53,12 @@ def _join(chat: Chat, more: Chat) -> Chat:
 
 
 def _read_history(history: str, field: str) -> Chat:
-    found = find_files(history, key="history", suffixes=(".jsonl",))
-    lines = [*itertools.islice(read_lines(found), 2)]
+    found = find_files(history, key="history", suffixes=SUFFIXES)
+    lines = [*itertools.islice(read_records(found), 2)]
     if len(lines) != 1:
         what = "several chats" if lines else "no chat"
-        raise UserError(f"{found.shown} has {what}; give a file with one, as a JSON object in a line")
-    record = parse_object(lines[0].text, lines[0].where, LIKE)
+        raise UserError(f"{found.shown} has {what}; give a file with one, such as a JSON object in a line")
+    record = parse_record(lines[0].text, lines[0].where)
     with locating(lines[0].where):
         return read_chat(record, field)
 

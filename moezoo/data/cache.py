@@ -138,13 +138,15 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
                 size, group = 0, document.group
             size += len(document.text)
             tokens += len(made.ids)
-            nul[document.where] += document.text.count(b"\0")
+            if count := document.text.count(b"\0"):
+                nul[document.where] += count
             if document.name:
                 names.append(document.name)
             yield made
         if not shards:
             raise UserError(f"{found.shown}: there is no document; name files that have some")
         if not tokens:
+            how.about()  # may know why
             raise UserError(f"{found.shown}: {how.nothing}")
         for file, state in zip(found.paths, before, strict=True):
             if _state(found, file) != state:

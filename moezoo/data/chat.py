@@ -1,5 +1,6 @@
-"""Data: chats, in JSON objects, one per line, which a template turns into text."""
+"""Data: chats, in records of several forms, which a template turns into text."""
 
+import collections
 import dataclasses
 import datetime
 import hashlib
@@ -12,17 +13,20 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from moezoo.data.cache import How, Kept
+from moezoo.data.cache import How, Kept, cache_folder, kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
-from moezoo.data.chat_records import LIKE, read_chat
+from moezoo.data.chat_forms import find_messages, wanted
+from moezoo.data.chat_records import ROLES, read_chat
+from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
 from moezoo.data.documents import Document, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
-from moezoo.data.jsonl import parse_object, read_lines
+from moezoo.data.json_values import parse_record
 from moezoo.data.packing import Packing
+from moezoo.data.records import SUFFIXES, read_records
 from moezoo.data.source import Source
 from moezoo.data.tokenizer import HuggingFace, Tokenizer, text_tokenizer
 from moezoo.errors import UserError, locating
@@ -30,14 +34,16 @@ from moezoo.typed import show
 
 # What a template sees as today, unless it is set: a date that changes would change the data.
 DATE = "2025-01-01"
-_MADE = 2  # how a chat becomes ids; another number makes older entries of the cache unused
+_MADE = 3  # how a chat becomes ids; another number makes older entries of the cache unused
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat(FileSettings):
-    """Chats, as `moezoo.data.chat_records.read_chat` takes them, one per line, in a chat template.
+    """Chats, as `moezoo.data.chat_records.read_chat` takes them, in a chat template.
 
-    - `field`: the key of the messages in each object;
+    - `field`: the key of the messages in each record, or two keys USER/ANSWER, looked for before the known ones;
+    - `roles`: roles by other names: theirs -> ours;
+    - `refused`: whether chats that the template refuses end the run, or are left out. They are counted;
     - `template`: a file with the template; None for that in the folder of `tokenizer`;
     - `date`: what the template sees as today, as YYYY-MM-DD;
     - `loss_on`: which tokens are predicted, as in `moezoo.data.chat_format.ChatFormat.encode`. With `each`, a chat is a
@@ -49,6 +55,8 @@ class Chat(FileSettings):
     """
 
     field: str = "messages"
+    roles: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Literal["stop", "drop"] = "stop"
     template: str | None = None
     date: str = DATE
     loss_on: LossOn = "assistant"
@@ -56,7 +64,7 @@ class Chat(FileSettings):
     packing: Packing = dataclasses.field(default="whole", kw_only=True)
 
     kind: ClassVar[str] = "chat"
-    suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson")
+    suffixes: ClassVar[tuple[str, ...]] = SUFFIXES
     answers: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -66,22 +74,42 @@ class Chat(FileSettings):
         except ValueError as error:
             shown = show(f"data.date={self.date}")
             raise UserError(f"{shown} is no date ({error}); write one such as {DATE}") from None
+        for theirs, ours in self.roles.items():
+            if ours not in ROLES:
+                raise UserError(f"{show(f'data.roles.{theirs}={ours}')} is none of moezoo's; valid: {', '.join(ROLES)}")
 
     @property
     def reader(self) -> str:
         template = self.read_template()
         digest = hashlib.sha256(json.dumps([template.texts, template.variables]).encode()).hexdigest()
-        return f"chat {_MADE} {self.field} {self.loss_on} {self.date} {digest}"
+        settings = (self.field, dict(self.roles), self.refused, self.loss_on, self.date)
+        return f"chat {_MADE} {json.dumps(settings)} {digest}"
 
     def documents(self, found: Found) -> Iterator[Document]:
-        for number, line in enumerate(read_lines(found)):
-            record = parse_object(line.text, line.where, LIKE)
-            if self.loss_on != "each":
-                yield line
-                continue
-            with locating(line.where):
-                turns = read_chat(record, self.field).turns
-            yield from (line._replace(turn=turn, name=str(number)) for turn in turns)
+        return self._documents(found, _Seen(Refusals(drop=True)))
+
+    def _documents(self, found: Found, seen: "_Seen") -> Iterator[Document]:
+        """Yield documents, and count in `seen` what they are. Raises `UserError` when it has too many refused ones."""
+        for path in found.paths:
+            first = None
+            for record in read_records(found._replace(paths=[path]), self._choose):
+                value = parse_record(record.text, record.where)
+                with locating(record.where):
+                    form = find_messages(value, self.field, self.roles).form
+                    if first is not None and form != first[0]:
+                        raise UserError(f"the form is {form}, but {first[0]} at {first[1]}; make two files of it")
+                    turns = read_chat(value, self.field, self.roles).turns if self.loss_on == "each" else [None]
+                if first is None:
+                    first = form, record.where
+                    seen.forms[f"{form} in {record.container}"] += 1
+                yield from (record._replace(turn=turn, name=str(seen.chats) * (turn is not None)) for turn in turns)
+                seen.chats += 1
+                seen.refusals.check()
+
+    def _choose(self, names: Sequence[str]) -> list[str]:
+        """Choose the columns to read of a table: those that a chat may have."""
+        chosen = wanted(self.field)
+        return [name for name in names if name in chosen] or list(names)
 
     def load(self, *, seed: int, vocab: int) -> Source:
         source = super().load(seed=seed, vocab=vocab)
@@ -90,7 +118,7 @@ class Chat(FileSettings):
         return dataclasses.replace(source, decode=decode, too_long=self.too_long, held_out=())
 
     def describe(self, found: Found, read: Kept) -> dict[str, str]:
-        facts = super().describe(found, read)
+        facts = {**super().describe(found, read), "form": read.about["form"]}
         if self.loss_on == "each":
             facts["examples"] = f"{len(read.names):,}, one for each turn of {len(set(read.names)):,} chats"
         return facts
@@ -108,12 +136,12 @@ class Chat(FileSettings):
     def encode_line(self, number: int) -> list[EncodedChat]:
         """Return what is trained of chat number `number`, from 1, of `path`. Raises `UserError` as training on it."""
         found = find_files(self.path or "", key="chat", suffixes=self.suffixes)
-        document = next(itertools.islice(read_lines(found), number - 1, None), None)
+        document = next(itertools.islice(read_records(found, self._choose), number - 1, None), None)
         if document is None:
             raise UserError(f"{found.shown} has no chat number {number}; choose a smaller number")
-        record = parse_object(document.text, document.where, LIKE)
+        record = parse_record(document.text, document.where)
         with self.format() as chats, locating(document.where):
-            return chats.examples(read_chat(record, self.field), self.loss_on)
+            return chats.examples(read_chat(record, self.field, self.roles), self.loss_on)
 
     def ends(self, tokenizer: Tokenizer, about: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         if not isinstance(tokenizer, HuggingFace):
@@ -153,29 +181,43 @@ class Chat(FileSettings):
         return super()._how(vocab)._replace(end=None)
 
     def _read(self, found: Found, how: How) -> Kept:
-        lost: list[str] = []
-        nul: dict[str, int] = {}
+        refusals, nul = Refusals(drop=self.refused == "drop"), collections.Counter[str]()
+        seen = _Seen(refusals)
         with self.format() as chats:
 
             def make(document: Document) -> Ids:
-                chat, loss_on = read_chat(json.loads(document.text), self.field), self.loss_on
+                record = parse_record(document.text, document.where)
+                chat, loss_on = read_chat(record, self.field, self.roles), self.loss_on
                 if document.turn is not None:
                     chat, loss_on = chat.until(document.turn), "last"
                 try:
                     encoded = chats.encode(chat, loss_on)
                 except RenderError as error:
-                    if error.fault != "ended":
-                        raise
-                    lost.append(f"{document.where} is left out: {error}")  # no other chat is the worse for it
+                    refusals.add(document.where, error)
                     return Ids(np.zeros(0, how.dtype), np.zeros(0, bool))
-                nul[document.where] = encoded.text.count("\0")
+                if count := encoded.text.count("\0"):
+                    nul[document.where] += count
                 return Ids(encoded.ids.astype(how.dtype), encoded.mask)
 
             def about() -> dict[str, Any]:
-                return {"notes": [*chats.notes(), *lost, *describe_nul(nul)], "answers_end": chats.ends()}
+                refusals.check(seen.chats)
+                notes = [*chats.notes(), *refusals.notes(seen.chats), *describe_nul(nul)]
+                forms = (f"{form}: {number} files" if number > 1 else form for form, number in seen.forms.items())
+                facts = {"answers_end": chats.ends(), "form": ", ".join(forms)}
+                return {"notes": notes, "warnings": refusals.warnings(seen.chats), **facts}
 
             nothing = f"the template {self.read_template().shown} writes nothing for these chats; give another template"
-            return super()._read(found, how._replace(make=make, about=about, nothing=nothing))
+            how = how._replace(make=make, about=about, nothing=nothing)
+            return kept(cache_folder(self.cache), found, self._documents(found, seen), how)
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What was read: the refused chats, the number of chats, and that of files of each form and kind."""
+
+    refusals: Refusals
+    chats: int = 0
+    forms: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 def folder_format(folder: str) -> ChatFormat:

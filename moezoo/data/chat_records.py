@@ -1,12 +1,14 @@
-"""Chats as users write them: JSON objects with `messages`, or with `prompt` and `completion`."""
+"""Chats: the messages of a record, checked, as templates read them."""
 
 import json
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from moezoo.data.jsonl import kind, load_json
-from moezoo.errors import UserError, nearest
+from moezoo.data.chat_forms import check_kind, find_messages
+from moezoo.data.json_values import kind, load_json
+from moezoo.errors import UserError
 from moezoo.typed import show
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -18,7 +20,6 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _WEIGHTS = ("weight", "loss", "loss_weight", "train")
 _KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *THOUGHTS}
 _DEEPEST = 100
-LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 # Halves of surrogate pairs, which no UTF-8 can hold, and plane 16, whose characters stand for special tokens here.
 _NOT_TEXT = re.compile("[\ud800-\udfff\U00100000-\U0010ffff]")
 
@@ -35,7 +36,8 @@ class Chat(NamedTuple):
     - `tools`: descriptions of tools; None without any;
     - `variables`: further variables of the template;
     - `excluded`: the numbers, from 0, of messages that are not trained on;
-    - `others`: the keys of messages that moezoo does not know, once for each message.
+    - `others`: the keys of messages that moezoo does not know, once for each message;
+    - `form`: the form of the record, as `moezoo.data.chat_forms` names it.
     """
 
     messages: list[Message]
@@ -43,6 +45,7 @@ class Chat(NamedTuple):
     variables: dict[str, Any]
     excluded: frozenset[int] = frozenset()
     others: tuple[str, ...] = ()
+    form: str = ""
 
     @property
     def turns(self) -> list[int]:
@@ -79,36 +82,37 @@ class Chat(NamedTuple):
         return self._replace(messages=[change(each) for each in self.messages], tools=tools, variables=variables)
 
 
-def read_chat(record: Mapping[str, Any], field: str = "messages") -> Chat:
-    """Return the chat that a JSON object holds.
+def read_chat(record: Any, field: str = "messages", roles: Mapping[str, str] = MappingProxyType({})) -> Chat:
+    """Return the chat that a JSON value holds.
 
     Args:
-        record: The object. `field` is a list of messages, which have `role` and `content`: a text, a list of parts such
-            as {"type": "text", "text": ...}, or null next to `tool_calls`. Keys that are null are left out, and
-            thoughts get both names that templates have for them, as in transformers. A message whose `weight`, `loss`,
-            `loss_weight` or `train` is 0 or false is not trained on. Instead of `field` there may be `prompt` and
-            `completion`: lists of messages, or the texts of one of the user and one of the assistant.
-            Optional are `tools` and `chat_template_kwargs`, an object of variables for the template. A list of tools
-            and the arguments of a call may also be JSON text. Other keys have no effect.
-        field: The key of the messages.
+        record: It has one of the forms of `moezoo.data.chat_forms`. Messages have `role` and `content`: a text, a list
+            of parts such as {"type": "text", "text": ...}, or null next to `tool_calls`. Null keys are left out, and
+            thoughts get both names that templates have for them, as in transformers. A message whose `weight`,
+            `loss`, `loss_weight` or `train` is 0 or false is not trained on. Optional are `tools` and
+            `chat_template_kwargs`, an object of variables for the template. A list of tools and the arguments of a call
+            may also be JSON text. Other keys have no effect.
+        field: The key of the messages, or two keys USER/ANSWER.
+        roles: Roles by other names: theirs -> one of `ROLES`.
 
     Raises:
-        UserError: The object is not so.
+        UserError: The value is not so.
     """
-    messages = _find_messages(record, field)
+    form, messages = find_messages(record, field, roles)
+    record = record if isinstance(record, dict) else {}
     if not messages:
-        raise UserError(f"{show(field)} is empty; give at least one message, or leave the line out")
+        raise UserError(f"{form} is empty; give at least one message, or leave the line out")
     checked = [_check_message(message, f"message {number}") for number, message in enumerate(messages, 1)]
     excluded = frozenset(
         number for number, message in enumerate(checked) if _is_excluded(message, f"message {number + 1}")
     )
     tools, variables = _from_json(record.get("tools"), list), record.get("chat_template_kwargs")
-    _check_kind(tools, list | None, "tools", "not an array; write a list of objects, or null")
-    _check_kind(variables, dict | None, "chat_template_kwargs", "not an object; write names and values")
+    check_kind(tools, list | None, "tools", "not an array; write a list of objects, or null")
+    check_kind(variables, dict | None, "chat_template_kwargs", "not an object; write names and values")
     if taken := [name for name in variables or {} if name in _TAKEN]:
         raise UserError(f"chat_template_kwargs has {taken[0]}, which every template has already; leave it out")
     others = tuple(name for message in checked for name in message if name not in _KNOWN)
-    chat = Chat(checked, tools or None, variables or {}, excluded, others)
+    chat = Chat(checked, tools or None, variables or {}, excluded, others, form)
     for messages in (chat.messages, chat.with_arguments(as_text=False).messages):
         _map_texts([messages, chat.tools, chat.variables], _check_text)
     return chat
@@ -137,31 +141,9 @@ def map_message(message: Message, change: Change) -> Message:
     return {**message, **changed}
 
 
-def _check_kind(value: Any, expected: Any, what: str, advice: str) -> None:
-    if not isinstance(value, expected):
-        raise UserError(f"{what} is {kind(value)}, {advice}")
-
-
-def _find_messages(record: Mapping[str, Any], field: str) -> list[Any]:
-    """Return the messages of a record, not yet checked."""
-    pair = all(record.get(name) is not None for name in ("prompt", "completion"))
-    if field in record and not (record[field] is None and pair):  # files of both kinds have all keys in each line
-        _check_kind(record[field], list, show(field), "not an array of messages; set data.field")
-        return record[field]
-    if not ("prompt" in record and "completion" in record):
-        near = nearest(field, record) if record else "the object is empty"
-        raise UserError(f"neither {show(field)} nor prompt and completion is there; {near}; set data.field")
-    found = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        part = record[name]
-        _check_kind(part, str | list, name, "neither a string nor an array of messages; correct it")
-        found += [{"role": role, "content": part}] if isinstance(part, str) else part
-    return found
-
-
 def _check_message(message: Any, where: str) -> Message:
     """Return a message as templates read it."""
-    _check_kind(message, dict, where, 'not an object; write {"role": ..., "content": ...}')
+    check_kind(message, dict, where, 'not an object; write {"role": ..., "content": ...}')
     message = {key: value for key, value in message.items() if value is not None}
     role, calls, content = message.get("role"), message.get("tool_calls", []), message.get("content", "")
     if role not in ROLES:
@@ -171,13 +153,13 @@ def _check_message(message: Any, where: str) -> Message:
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
     for call in calls:
         function = call.get("function", {})
-        _check_kind(function, dict, f"{where}: the function of a call", "expected an object; correct it")
+        check_kind(function, dict, f"{where}: the function of a call", "expected an object; correct it")
     for name in THOUGHTS:
-        _check_kind(message.get(name, ""), str, f"{where}: {name}", "expected a string; correct it")
-    _check_kind(content, str | list, f"{where}: content", "expected a string; correct it")
+        check_kind(message.get(name, ""), str, f"{where}: {name}", "expected a string; correct it")
+    check_kind(content, str | list, f"{where}: content", "expected a string; correct it")
     for number, part in enumerate(content if isinstance(content, list) else (), 1):
         named = f"{where}: part {number} of content"
-        _check_kind(part, dict, named, 'expected {"type": "text", "text": ...}')
+        check_kind(part, dict, named, 'expected {"type": "text", "text": ...}')
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise UserError(f"{named} has type {show(json.dumps(part.get('type')))} and no text; only text is read")
     thoughts = next((message[name] for name in THOUGHTS if name in message), None)

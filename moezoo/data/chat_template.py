@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.data.jsonl import load_json
+from moezoo.data.json_values import load_json
 from moezoo.errors import UserError
 from moezoo.host import check_file, read_text
 from moezoo.typed import show

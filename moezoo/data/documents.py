@@ -24,7 +24,8 @@ class Document(NamedTuple):
     - `where`: the file, and the line or row, as messages begin;
     - `name`: the name by which it may be held out; empty without one;
     - `group`: the row group that it belongs to; None in files without row groups;
-    - `turn`: the number, from 0, of the message that is trained, in a chat that is several documents; None in others.
+    - `turn`: the number, from 0, of the message that is trained, in a chat that is several documents; None in others;
+    - `container`: what the file is, as `moezoo.data.records` names it; empty for text.
     """
 
     text: bytes
@@ -32,6 +33,7 @@ class Document(NamedTuple):
     name: str = ""
     group: int | None = None
     turn: int | None = None
+    container: str = ""
 
 
 class Tokenized(NamedTuple):

@@ -93,11 +93,16 @@ class FileSettings(DataSettings):
             "tokenizer": show(self.tokenizer or "bytes"),
             "end token": show(" or ".join(filter(None, texts)) or "none"),
         }
-        notes = tuple(dict.fromkeys(note for each in about for note in each.get("notes", ())))
+        notes, warnings = (
+            tuple(dict.fromkeys(line for each in about for line in each.get(kind, ())))
+            for kind in ("notes", "warnings")
+        )
         source = make_source(
             self.kind, split, how.tokenizer, vocab=how.tokenizer.vocab, sha256=read.sha256[:16], **extra
         )
-        return dataclasses.replace(source, shards=self.shards(read), notes=notes, ends=ends if self.answers else ())
+        return dataclasses.replace(
+            source, shards=self.shards(read), notes=notes, warnings=warnings, ends=ends if self.answers else ()
+        )
 
     def split(self, read: Kept) -> Split:
         """Return the training and the validation documents."""

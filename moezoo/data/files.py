@@ -1,9 +1,11 @@
 """Find files, and read those that are text, unpacked where they are compressed."""
 
+import bz2
 import codecs
 import contextlib
 import glob
 import gzip
+import lzma
 import os
 import re
 import zlib
@@ -18,6 +20,23 @@ from moezoo.typed import show
 
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
 MOST_TEXT = 2**22
+_PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+# How files begin that are no text, what they are, and what to do instead.
+_OTHERS = (
+    (b"PAR1", "a Parquet file", "choose data=parquet with data.field, or data=chat"),
+    (b"ARROW1\0\0", "an Arrow file", "choose data=jsonl with data.field, or data=chat"),
+    (b"\xff\xff\xff\xff", "an Arrow stream", "choose data=jsonl with data.field, or data=chat"),
+    (b"PK\3\4", "a ZIP archive", "unpack it"),
+    (b"%PDF", "a PDF", "give its text"),
+    (b"\x93NUMPY", "a NumPy array", "choose data=tokens"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the data", "run git lfs pull, or download the file"),
+    (b"SQLite format 3\0", "an SQLite database", "export its rows as JSON lines"),
+    (b"\x89HDF", "an HDF5 file", "export its rows as JSON lines"),
+    (b"ORC", "an ORC file", "convert it to Parquet"),
+    (b"Obj\1", "an Avro file", "convert it to Parquet"),
+    (b"\xff\xfe", "UTF-16 text", "convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it to UTF-8"),
+)
 
 
 class Found(NamedTuple):
@@ -49,16 +68,22 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...] = ()) -> Found:
     Args:
         path: A file, a folder, or a pattern of `glob` such as `texts/**/*.txt`.
         key: The user's name of the setting.
-        suffixes: How names of files in a folder end, before .gz or .zst; empty for any name.
+        suffixes: How names of files in a folder end, before .gz and others of `_PACKED`; empty for any name. Those
+            of .json are taken where there are no others.
 
     Raises:
-        UserError: There is none.
+        UserError: There is none; the folder is one of `datasets` with several splits.
     """
     root, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
     give = f"give a {suffixes[0] if suffixes else 'text'} file or a folder of them"
     if os.path.isdir(root):
-        packed = (*suffixes, *(f"{suffix}{more}" for suffix in suffixes for more in (".gz", ".zst")))
-        paths = files_under(root, packed or ("",), skip=lambda name: name.startswith("."))
+        if suffixes and os.path.isfile(root / "dataset_dict.json"):
+            splits = ", ".join(sorted(each.name for each in root.iterdir() if each.is_dir()))
+            raise UserError(f"{shown} has several splits, as datasets saves them; give one of its folders: {splits}")
+        packed = tuple(f"{suffix}{more}" for suffix in suffixes or ("",) for more in _PACKED)
+        paths = files_under(root, packed, skip=lambda name: name.startswith("."))
+        if suffixes:  # beside data, .json files mostly describe them
+            paths = [path for path in paths if ".json" not in path.suffixes] or paths
         what = f"is a folder without {suffixes[0] + ' ' if suffixes else ''}files"
     elif glob.has_magic(path) and not os.path.lexists(root):
         fixed = re.split(r"[*?\[]", str(root), maxsplit=1)[0]
@@ -89,6 +114,7 @@ def read_texts(found: Found) -> Iterator[Document]:
             first = file.read(MOST_TEXT + 1)
             fault = _find_fault(first, file)
             if fault and found.alone:
+                check_begin(first, shown)
                 raise UserError(f"{shown} is not UTF-8 text: {fault}; convert it to UTF-8")
         # Some binary files, such as files of zeros, decode as UTF-8.
         if fault or (not found.alone and b"\0" in first):
@@ -137,17 +163,37 @@ def _cut(file: BinaryIO) -> Iterator[bytes]:
         rest = part[end:]
 
 
+def check_begin(first: bytes, shown: str) -> None:
+    """Raise `UserError` if a file that begins so is none of text, and name what it is. `shown` begins the message."""
+    for begin, what, instead in _OTHERS:
+        if first.startswith(begin):
+            raise UserError(f"{shown} is {what}; {instead}")
+    if first[257:262] == b"ustar":
+        raise UserError(f"{shown} is a tar archive; unpack it")
+    if first.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
+        raise UserError(f"{shown} is a page of HTML, perhaps in place of the data; download the file itself")
+
+
 @contextlib.contextmanager
 def opened(path: Path, shown: str) -> Iterator[BinaryIO]:
-    """Open a file, unpacked if it is .gz or .zst. Raises `UserError`, also in the block, if it cannot be read.
+    """Open a file, unpacked if it is compressed (gzip, Zstandard, bzip2 or xz), by its content.
 
-    `shown` begins the message.
+    `shown` begins messages. Raises `UserError`, also in the block, if the file cannot be read.
     """
-    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
     opener: Any = open
-    if path.suffix == ".gz":
+    try:
+        with path.open("rb") as file:
+            first = file.read(10)
+    except OSError as error:
+        raise UserError(f"{shown} cannot be read ({error.strerror or error}); make it readable") from error
+    if first.startswith(b"\x1f\x8b"):
         opener = gzip.open
-    elif path.suffix == ".zst":
+    elif first.startswith(b"\xfd7zXZ\0"):
+        opener = lzma.open
+    elif first.startswith(b"BZh") and first[4:] == b"1AY&SY":
+        opener, damage = bz2.open, (*damage, OSError)
+    elif first.startswith(b"\x28\xb5\x2f\xfd"):
         zstd = _zstd(shown)
         opener, damage = zstd.open, (*damage, zstd.ZstdError)
     try:
@@ -168,7 +214,7 @@ def _zstd(shown: str) -> Any:
             from backports import zstd  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError:
             raise UserError(
-                f"{shown} needs a library that unpacks .zst; pip install 'moezoo[zstd]', or unpack the file"
+                f"{shown} needs a library that unpacks Zstandard; pip install 'moezoo[zstd]', or unpack the file"
             ) from None
     return zstd
 

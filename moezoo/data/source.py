@@ -46,7 +46,7 @@ class Source:
     - `unsettled`: returns the ids whose text may be another once more ids follow; None where any may;
     - `whole`: the documents of both splits in their order, where validation documents are held out of them;
     - `ends`: the tokens that end an answer;
-    - `notes`: what a user should know of how the data were read, in lines.
+    - `notes`, `warnings`: what a user should know, and should look at, of how the data were read, in lines.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Source:
     whole: Corpus | None = None
     ends: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     unsettled: Callable[[], frozenset[int] | None] = lambda: None
 
     @property

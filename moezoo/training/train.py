@@ -250,6 +250,7 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
         changed += list_rate_change(cfg, before.about["config"], before.step)
     step = build_step(cfg, execution)
     warnings = [*(check_memory(step) if cfg.steps else ()), *epochs.warnings()]
+    warnings += [line for part in source.parts.values() for line in part.warnings]
     if distributed.is_first():
         with writing_to("run_dir", folder):
             check_disk(cfg, step, folder)

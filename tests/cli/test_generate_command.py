@@ -281,8 +281,8 @@ def test_chats_that_are_refused(console, chats, tmp_path):
         (["chat=w1", "history=nowhere.jsonl"], "", "history=nowhere.jsonl does not exist"),
         (["chat=w1", history], "\n", "history=a.jsonl has no chat; give a file with one"),
         (["chat=w1", history], f"{answered}\n{answered}", "history=a.jsonl has several chats; give a file with one"),
-        (["chat=w1", history], "[", "history=a.jsonl line 1 is not JSON (column 2"),
-        (["chat=w1", history], '{"text": "w1"}', "history=a.jsonl line 1: neither messages nor prompt and completion"),
+        (["chat=w1", history], "{", "history=a.jsonl line 1 is not JSON (column 2"),
+        (["chat=w1", history], '{"text": "w1"}', "history=a.jsonl line 1: neither messages nor another known form"),
         (["chat=w1", history], '{"messages": []}', "history=a.jsonl line 1: messages is empty"),
         (["chat=w1", history], asked, "history=a.jsonl ends with a message of the user, and chat= is another; leave"),
         (

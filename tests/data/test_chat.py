@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,8 @@ from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 
 SEQ = 400
-CHATS = [{"messages": chat} for chat in (PLAIN, PLAIN[:3], WITH_TOOL, THINKING)] + [{"prompt": "a", "completion": "b"}]
+SHORT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CHATS = [{"messages": chat} for chat in (PLAIN, PLAIN[:3], WITH_TOOL, THINKING, SHORT)]
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +173,7 @@ def test_few_chats(folder, tmp_path):
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 def test_chats_longer_than_a_row(folder, tmp_path, too_long):
     """Cut at their end, with the loss up to there, or left out; what has no loss then is in no row. All is counted."""
-    seq_len, late = 50, {"prompt": "why? " * 9, "completion": "b"}
+    seq_len, late = 50, {"messages": [{"role": "user", "content": "why? " * 9}, SHORT[1]]}
     chat = settings(write(tmp_path / "a.jsonl", [*CHATS, late]), folder, too_long=too_long)
     source = load(chat, seq_len=seq_len, seed=0, vocab=300)
     trained = documents(source)[: source.train.documents]
@@ -197,7 +199,11 @@ def test_chats_longer_than_a_row(folder, tmp_path, too_long):
     assert (empty > 0) == (too_long == "cut")
 
 
-GOOD = {"prompt": "a", "completion": "b"}
+GOOD = {"messages": SHORT}
+
+
+def asks(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]}
 
 
 @pytest.mark.parametrize(
@@ -206,11 +212,16 @@ GOOD = {"prompt": "a", "completion": "b"}
         (["{'messages'"], " line 3 is not JSON (column 2: Expecting property name enclosed"),
         (['{"messages": [], "messages": []}'], " line 3 is not JSON (an object has the key messages twice)"),
         (
-            [{"prompt": "a", "completion": "b", "chat_template_kwargs": {"a": float("nan")}}],
+            [{**GOOD, "chat_template_kwargs": {"a": float("nan")}}],
             " line 3 is not JSON (NaN is no number of JSON)",
         ),
         ([{**GOOD, "tools": '[{"a": 1, "a": 2}]'}], " line 3: tools is a string, not an array"),
-        (["[]"], ' line 3 is an array, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}'),
+        (
+            ["7"],
+            ' line 3: the record is a number, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}',
+        ),
+        ([{"prompt": "a", "completion": "b"}], " line 3: the form is prompt/completion, but messages at data.path="),
+        ([{"chosen": SHORT, "rejected": SHORT}], " line 3: chosen and rejected are a preference pair, on which moezoo"),
         ([{"messages": []}], " line 3: messages is empty; give at least one message, or leave the line out"),
         ([GOOD, "", {"messages": [{"role": "bot"}]}], ' line 5: message 1 has role "bot"; valid: system, developer'),
         (
@@ -218,13 +229,13 @@ GOOD = {"prompt": "a", "completion": "b"}
             " line 3: message 1: content is a number, expected a string",
         ),
         (
-            [{"prompt": "SLOW", "completion": ""}],
+            [asks("SLOW")],
             " line 3: rendering it by data.template=t.jinja takes more than 100,000 steps",
         ),
-        ([{"prompt": "NO", "completion": ""}], " line 3: data.template=t.jinja refuses this chat: not this"),
-        ([{"prompt": "GET", "completion": ""}], " line 3: data.template=t.jinja line 3 does what a template must not"),
+        ([asks("NO")], " line 3: data.template=t.jinja refuses this chat: not this"),
+        ([asks("GET")], " line 3: data.template=t.jinja line 3 does what a template must not"),
         (
-            [{"prompt": "FAIL", "completion": ""}],
+            [asks("FAIL")],
             " line 3: data.template=t.jinja line 4 fails for this chat (ZeroDivis",
         ),
     ],
@@ -311,8 +322,8 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
         (["out=x.npy"], "path is missing; write path=FILE_OR_FOLDER: a UTF-8 text file"),
         ([f"chat={write(tmp_path / 'b.jsonl', [{}])}", f"folder={folder}"], f"chat={tmp_path}/b.jsonl line 1: neither"),
         (
-            [f"chat={path}", f"folder={folder}", "field=talk"],
-            f"chat={path} line 1: neither talk nor prompt and completion",
+            [f"chat={write(tmp_path / 'b.jsonl', [{'talk': 1}])}", f"folder={folder}", "field=talk/back"],
+            f"chat={tmp_path}/b.jsonl line 1: neither talk/back nor another",
         ),
     ):
         with pytest.raises(UserError) as caught:

@@ -239,13 +239,13 @@ def test_other_tokens_with_other_ids_are_found_before_the_first_text(tmp_path, m
 
 
 BAD = [
-    ({}, "neither messages nor prompt and completion is there; the object is empty; set data.field"),
-    ({"message": []}, "neither messages nor prompt and completion is there; did you mean 'message'?; set data.field"),
+    ({}, "neither messages nor another known form is there; the object is empty; set data.field=KEY"),
+    ({"message": []}, "neither messages nor another known form is there; did you mean 'message'?; set data.f"),
     ({"messages": []}, "messages is empty; give at least one message, or leave the line out"),
     ({"messages": "Hi"}, "messages is a string, not an array of messages; set data.field"),
     ({"messages": ["Hi"]}, 'message 1 is a string, not an object; write {"role": ..., "content": ...}'),
     ({"messages": [*PLAIN, {}]}, "message 6 has no role; valid: system, developer, user, assistant, tool"),
-    ({"messages": [{"role": "human", "content": "a"}]}, 'message 1 has role "human"; valid: system, developer, user'),
+    ({"messages": [{"role": "bot", "content": "a"}]}, 'message 1 has role "bot"; valid: system, developer, user'),
     ({"messages": [{"role": ["user"], "content": "a"}]}, 'message 1 has role ["user"]; valid: system, developer'),
     ({"messages": [{"role": "user", "content": 7}]}, "message 1: content is a number, expected a string; correct it"),
     ({"messages": [{"role": "user"}]}, "message 1 has no content; only an assistant's message with tool_calls may ha"),

@@ -55,33 +55,37 @@ def test_against_a_naive_reading(pyarrow, tmp_path):
 def test_refusals(pyarrow, tmp_path):
     path = tmp_path / "a.parquet"
     write(pyarrow, path, text=["a", None, "b"], row_group_size=1)
-    with refused(f"data.path={path} row 2: column text is null, not a string; leave the row out"):
+    with refused(f"data.path={path} (Parquet) row 2: field text is null, not a string; set data.field"):
         load_parquet(path)
-    with refused(f"data.path={tmp_path}: {path} has no column txt; did you mean 'text'?; set data.field"):
+    with refused(f"data.path={tmp_path}: {path} (Parquet) has no column txt; did you mean 'text'?; set data.field"):
         load_parquet(tmp_path, field="txt")
     write(pyarrow, path, text=[1, 2])
-    with refused(f"data.path={path}: column text has type int64, not string; set data.field"):
+    with refused(f"data.path={path} (Parquet) row 1: field text is a number, not a string; set data.field"):
         load_parquet(path)
     twice = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array([1])], ["text", "body", "text"])
     pyarrow.parquet.write_table(twice, path)
-    with refused(f"data.path={path} has several columns text: number 1 (string) and number 3 (int64); rename all"):
+    with refused(f"data.path={path} (Parquet) has several columns text: number 1 (string) and number 3 (int64); ren"):
         load_parquet(path)
     broken = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     write(pyarrow, path, text=broken)
-    with refused(f"data.path={path} row 2 is not UTF-8: byte 0 of its string; write it again"):
+    with refused(f"data.path={path} (Parquet) row 2 is not UTF-8: byte 0 of its string; write it again"):
         load_parquet(path)
     write(pyarrow, path, text=pyarrow.array([], pyarrow.string()))
     with refused(f"data.path={path}: there is no document; name files that have some"):
         load_parquet(path)
     content = path.read_bytes()
-    for damaged in (b"", b"text\n", content[:-3], b"\xff" * 40 + content[40:]):
+    for damaged in (content[:-3], content[:40] + b"\xff" * 40 + content[80:], content[:8]):
         path.write_bytes(damaged)
-        with refused(f"data.path={path} cannot be read as Parquet (", "); copy or make it again"):
+        with refused(f"data.path={path} (Parquet) cannot be read (", "); copy or make it again"):
+            load_parquet(path)
+    for other in (b"", b"text\n", b"\xff" * 40 + content[40:]):
+        path.write_bytes(other)
+        with refused(f"data.path={path} is no Parquet file; copy it again, or choose data=jsonl"):
             load_parquet(path)
 
 
 def test_a_missing_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    (tmp_path / "a.parquet").write_text("")
-    with refused(f"data.path={tmp_path}/a.parquet needs pyarrow; pip install 'moezoo[parquet]', or convert the file"):
+    (tmp_path / "a.parquet").write_text("PAR1")
+    with refused(f"data.path={tmp_path}/a.parquet (Parquet) needs pyarrow; pip install 'moezoo[parquet]', or"):
         load_parquet(tmp_path / "a.parquet")

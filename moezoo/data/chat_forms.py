@@ -1,0 +1,113 @@
+"""The forms of records of chats: which keys hold the messages."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from moezoo.data.json_values import kind
+from moezoo.errors import UserError, nearest
+from moezoo.typed import show
+
+# Keys that hold a list of messages, in the order in which they are looked for.
+LISTS = ("messages", "conversations", "conversation")
+# Keys of the user's and of the assistant's part: texts, or lists of messages.
+PAIRS = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("query", "response"),
+    ("question", "answer"),
+    ("prompt", "completion"),
+)
+# What may stand beside: a text behind an instruction, and a text of the system.
+INPUTS, SYSTEM = ("input", "context"), "system"
+# Keys of a message, in the order in which they are looked for, and roles by the names that others give them.
+ROLE, CONTENT = ("role", "from"), ("content", "value")
+ROLES = {"human": "user", "gpt": "assistant"}
+# Optional keys of every form.
+BESIDE = ("tools", "chat_template_kwargs")
+_PREFERENCE = ("chosen", "rejected")
+_LIST = "a list of messages"
+_LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
+
+
+class Found(NamedTuple):
+    """The messages of a record, not yet checked, and the name of its form."""
+
+    form: str
+    messages: list[Any]
+
+
+def wanted(field: str) -> frozenset[str]:
+    """Return the keys that a chat may have, of which `field` holds messages, or USER/ASSISTANT a pair."""
+    return frozenset({*(key for keys in _forms(field) for key in keys), *INPUTS, SYSTEM, *BESIDE, *_PREFERENCE})
+
+
+def find_messages(record: Any, field: str, roles: Mapping[str, str]) -> Found:
+    """Return the messages of a record.
+
+    Args:
+        record: A JSON value: an object of one of the forms, or a list of messages.
+        field: The key of a list of messages, or two keys USER/ASSISTANT, which are looked for before the others.
+        roles: Roles of this project by other names, before those of `ROLES`.
+
+    Raises:
+        UserError: The record has none of the forms, or is a pair of preference.
+    """
+    if not isinstance(record, dict | list):
+        raise UserError(f"the record is {kind(record)}, not an object; write {_LIKE}")
+    if isinstance(record, list):
+        return Found(_LIST, [_rename(message, roles) for message in record])
+
+    if form := next((keys for keys in _forms(field) if all(record.get(key) is not None for key in keys)), None):
+        return _read(record, form, roles)
+    if all(key in record for key in _PREFERENCE):
+        raise UserError("chosen and rejected are a preference pair, on which moezoo does not train yet; give chats")
+    if form := next((keys for keys in _forms(field) if all(key in record for key in keys)), None):
+        return _read(record, form, roles)  # which is refused, as null
+    near = nearest(field, record) if record else "the object is empty"
+    raise UserError(f"neither {show(field)} nor another known form is there; {near}; set data.field=KEY or USER/ANSWER")
+
+
+def _forms(field: str) -> list[tuple[str, ...]]:
+    """Return the keys of each form, in the order in which they are looked for."""
+    return list(dict.fromkeys([tuple(field.split("/")), *((key,) for key in LISTS), *PAIRS]))
+
+
+def _read(record: Mapping[str, Any], form: tuple[str, ...], roles: Mapping[str, str]) -> Found:
+    name, messages = "/".join(form), []
+    if len(form) == 1:
+        check_kind(messages := record[name], list, show(name), "not an array of messages; set data.field")
+    else:
+        beside = next((key for key in INPUTS if form[0] == "instruction" and record.get(key)), None)
+        for key, role in zip(form, ("user", "assistant"), strict=True):
+            check_kind(part := record[key], str | list, key, "neither a string nor an array of messages; correct it")
+            if beside and role == "user":
+                check_kind(part, str, key, f"not a string, next to {beside}; correct it")
+                check_kind(record[beside], str, beside, "not a string; correct it")
+                part = f"{part}\n\n{record[beside]}"
+            messages = [*messages, *([{"role": role, "content": part}] if isinstance(part, str) else part)]
+    messages = [_rename(message, roles) for message in messages]
+    if system := record.get(SYSTEM):
+        check_kind(system, str, SYSTEM, "not a string; correct it")
+        first = {"role": "system", "content": system}
+        if messages[:1] != [first]:
+            if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
+                raise UserError(f"{SYSTEM} is beside messages of the system, and differs; leave one of them out")
+            messages = [first, *messages]
+    return Found(name, messages)
+
+
+def _rename(message: Any, roles: Mapping[str, str]) -> Any:
+    """Return a message with this project's names of its keys and of its role."""
+    if not isinstance(message, dict):
+        return message
+    names = {next((key for key in keys if key in message), keys[0]): keys[0] for keys in (ROLE, CONTENT)}
+    renamed = {names.get(key, key): value for key, value in message.items()}
+    if isinstance(role := renamed.get("role"), str):
+        renamed["role"] = {**ROLES, **roles}.get(role, role)
+    return renamed
+
+
+def check_kind(value: Any, expected: Any, what: str, advice: str) -> None:
+    """Raise `UserError` unless a JSON value is of a Python type."""
+    if not isinstance(value, expected):
+        raise UserError(f"{what} is {kind(value)}, {advice}")

@@ -1,0 +1,173 @@
+"""JSON values: of a text, and of a file that has several, one at a time in bounded memory."""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from moezoo.errors import UserError
+from moezoo.typed import show
+
+MOST_VALUE = 2**28  # characters
+_CHUNK = 2**20  # bytes to read at once
+_MESSAGE = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
+_SPACE = re.compile(r"[ \t\r\n]*")
+# What a value may lack at the end of what is read: a part of an escape or of a literal.
+_CUT = 16
+
+
+class Value(NamedTuple):
+    """A value: its JSON text, and the line of the file, from 1, on which it begins."""
+
+    text: str
+    line: int
+
+
+def read_values(file: BinaryIO, shown: str, *, array: bool) -> Iterator[Value]:
+    """Yield the values of JSON text one after another or, with `array`, the items of the array that it holds.
+
+    Args:
+        file: The text.
+        shown: Begins messages.
+        array: Whether it holds one array, as `is_array` finds out.
+
+    Raises:
+        UserError: The text is not JSON, or not UTF-8, or a value has more than `MOST_VALUE` characters.
+    """
+    text = _Text(file, shown)
+    if not array:
+        while text.next():
+            yield text.value()
+        return
+    text.take("[", "an array")
+    if text.next() != "]":
+        yield text.value()
+        while text.next() == ",":
+            text.take(",", "','")
+            yield text.value()
+    text.take("]", "',' or ']'")
+    if text.next():
+        text.refuse(text.at, "the array has ended")
+
+
+def is_array(file: BinaryIO, shown: str) -> bool:
+    """Return whether JSON text holds an array of records: one of messages is a record. Raises as `read_values`."""
+    text = _Text(file, shown)
+    if text.next() != "[":
+        return False
+    text.take("[", "an array")
+    return text.next() in ("]", "") or not is_message(json.loads(text.value().text))
+
+
+def is_message(value: object) -> bool:
+    """Return whether a JSON value is a message of a chat, by its keys."""
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _MESSAGE)
+
+
+def load_json(text: str) -> Any:
+    """Return what JSON text holds. Raises `ValueError` for any other text, and for what readers take differently.
+
+    That is a key that an object has twice, of which Python takes the last one, and NaN and infinities, which Python
+    reads although they are not JSON.
+    """
+    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"an object has the key {show(max(names, key=names.count))[:80]} twice")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def parse_record(line: bytes, where: str) -> Any:
+    """Return the JSON value in the text of a record. Raises `UserError`, led by `where`, if there is none."""
+    try:
+        return load_json(line.decode())
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{line[error.start]:02x}"
+        raise UserError(f"{where} is not UTF-8: {byte}; convert the file to UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        # The library counts the line as the first one.
+        reason = f"column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
+        raise UserError(f"{where} is not JSON ({reason}); write one object per line") from error
+
+
+def kind(value: object) -> str:
+    """Return what JSON calls a value."""
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+class _Text:
+    """The text of a file, of which `at` is the next character; what was taken is forgotten."""
+
+    def __init__(self, file: BinaryIO, shown: str):
+        self._file, self._shown = file, shown
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._scan = json.JSONDecoder().raw_decode
+        self._text, self._line, self._before, self.at = "", 1, 0, 0  # `_before`: characters of the line that are gone
+
+    def next(self) -> str:
+        """Pass over white space, and return the character behind it; empty at the end."""
+        while True:
+            self.at = _SPACE.match(self._text, self.at).end()  # pyright: ignore[reportOptionalMemberAccess]
+            if self.at < len(self._text) or not self._more():
+                return self._text[self.at : self.at + 1]
+
+    def take(self, char: str, expected: str) -> None:
+        if self.next() != char:
+            self.refuse(self.at, f"Expecting {expected}")
+        self.at += 1
+
+    def value(self) -> Value:
+        self.next()
+        while True:
+            try:
+                end = self._scan(self._text, self.at)[1]
+                break
+            except json.JSONDecodeError as error:
+                # An end of what is read inside a value is an error there, or at the beginning of a text.
+                cut = len(self._text) - error.pos <= _CUT or error.msg.startswith("Unterminated")
+                if not (cut and self._more()):
+                    self.refuse(error.pos, error.msg)
+            except RecursionError as error:
+                self.refuse(self.at, f"{error}")
+            if len(self._text) > MOST_VALUE:
+                self.refuse(self.at, f"a value has more than {MOST_VALUE:,} characters")
+        found = Value(self._text[self.at : end], self._line + self._text.count("\n", 0, self.at))
+        self.at = end
+        return found
+
+    def refuse(self, at: int, why: str) -> None:
+        """Raise `UserError` for what is at an index of the text that is kept."""
+        line = self._line + self._text.count("\n", 0, at)
+        column = at - self._text.rfind("\n", 0, at) + (self._before if line == self._line else 0)
+        raise UserError(f"{self._shown} line {line} is not JSON (column {column}: {why}); write objects or one array")
+
+    def _more(self) -> bool:
+        """Read on, and return whether there was more; the text before `at` is then forgotten."""
+        # As much as is kept, so that a long value is looked at few times.
+        part = self._file.read(max(_CHUNK, len(self._text) - self.at))
+        try:
+            more = self._decoder.decode(part, final=not part)
+        except UnicodeDecodeError as error:
+            byte = f"0x{error.object[error.start]:02x}"
+            line = self._line + self._text.count("\n")
+            raise UserError(
+                f"{self._shown} is not UTF-8: behind line {line} is byte {byte}; convert the file to UTF-8"
+            ) from error
+        if part:
+            gone = self._text[: self.at]
+            if lines := gone.count("\n"):
+                self._before = 0
+            self._before += len(gone) - gone.rfind("\n") - 1
+            self._line += lines
+            self._text, self.at = self._text[self.at :] + more, 0
+        return bool(part)
