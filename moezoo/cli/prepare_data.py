@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,11 @@ from moezoo.typed import Range, show
 class Keys:
     """The command's options."""
 
-    path: str | None = key("a UTF-8 text file, or a folder with one document per file", "FILE_OR_FOLDER", default=None)
+    path: str | None = key(
+        "a UTF-8 text file, or a folder with one document per file; with field, files of records",
+        "FILE_OR_FOLDER",
+        default=None,
+    )
     out: str | None = key(
         "the file to write, which must not exist yet; ids are uint16 or uint32", "FILE.npy", default=None
     )
@@ -26,9 +30,9 @@ class Keys:
         "a Hugging Face tokenizer.json; without one, each byte is a token", "FILE", default=None
     )
     chat: str | None = key(
-        "instead of path and out: a file of chats, one JSON object per line; one of them is printed, and in colour or "
-        "between [ and ] what data=chat trains",
-        "FILE.jsonl",
+        "instead of path and out: a file of chats, as data=chat reads it; one of them is printed, and in colour or "
+        "between [ and ] what is trained",
+        "FILE",
         default=None,
     )
     folder: str | None = key(
@@ -38,7 +42,15 @@ class Keys:
     loss_on: Literal["assistant", "last", "each", "all"] = key(
         "with chat: which tokens are predicted, as data.loss_on", "assistant|last|each|all", default="assistant"
     )
-    field: str = key("with chat: the key of the messages, as data.field", "NAME", default="messages")
+    field: str | None = key(
+        "with path: the key or column of the text in records (JSON lines, a JSON array, Parquet, Arrow); with chat: "
+        "that of the messages, as data.field",
+        "NAME",
+        default=None,
+    )
+    roles: Mapping[str, str] | None = key(
+        "with chat: a role by another name, as data.roles; repeat it for several", "user|assistant|...", default=None
+    )
     number: int = key("with chat: the number of the chat in the file", default=1, valid=Range(at_least=1))
 
     def __post_init__(self):
@@ -58,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         return _print_chat(keys)
     from moezoo.data import tokenize_files
 
-    print(tokenize_files(keys.path or "", keys.out or "", keys.tokenizer))
+    print(tokenize_files(keys.path or "", keys.out or "", keys.tokenizer, keys.field))
 
 
 def _print_chat(keys: Keys) -> None:
@@ -72,11 +84,13 @@ def _print_chat(keys: Keys) -> None:
         if not os.path.isdir(os.path.expanduser(keys.folder)):
             raise UserError(f"{show(f'folder={keys.folder}')} is no folder; name one with tokenizer.json")
         tokenizer = tokenizer or str(Path(keys.folder) / "tokenizer.json")
-    chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on, field=keys.field)
+    how = {"field": keys.field, "roles": keys.roles}
+    how = {name: value for name, value in how.items() if value is not None}
+    chat = Chat(path=keys.chat, tokenizer=tokenizer, template=keys.template, loss_on=keys.loss_on, **how)
     try:
         examples = chat.encode_line(keys.number)
     except UserError as error:  # training has these keys in its section `data`
-        raise UserError(re.sub(r"\bdata\.(template|tokenizer|loss_on|field)\b", r"\1", str(error))) from error
+        raise UserError(re.sub(r"\bdata\.(template|tokenizer|loss_on|field|roles)\b", r"\1", str(error))) from error
     console = Console(highlight=False, soft_wrap=True)
     open_, close = ("\033[1;32m", "\033[0m") if console.color_system and not console.no_color else ("[", "]")
     for encoded in examples:
@@ -92,11 +106,12 @@ COMMAND = KeysCommand(
     main,
     description="Convert text to a file of token ids for data=tokens. Next to FILE.npy it writes FILE.offsets.npy\n"
     "(where each document begins), FILE.json and, with a tokenizer, FILE.tokenizer.json.\n"
-    "With chat=FILE.jsonl, print one chat in its template, and which tokens of it data=chat trains.",
+    "With chat=FILE, print one chat in its template, and which tokens of it data=chat trains.",
     keys=Keys,
     examples=(
         "path=FOLDER out=tokens.npy",
         "path=FOLDER out=tokens.npy tokenizer=tokenizer.json",
+        "path=FILE.parquet field=text out=tokens.npy",
         "chat=FILE.jsonl folder=FOLDER",
     ),
 )

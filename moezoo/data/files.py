@@ -21,11 +21,12 @@ from moezoo.typed import show
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
 MOST_TEXT = 2**22
 _PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
+_ROWS = "read its rows with data=jsonl data.field=COLUMN, with data=chat, or with prepare-data field=COLUMN"
 # How files begin that are no text, what they are, and what to do instead.
 _OTHERS = (
-    (b"PAR1", "a Parquet file", "choose data=parquet with data.field, or data=chat"),
-    (b"ARROW1\0\0", "an Arrow file", "choose data=jsonl with data.field, or data=chat"),
-    (b"\xff\xff\xff\xff", "an Arrow stream", "choose data=jsonl with data.field, or data=chat"),
+    (b"PAR1", "a Parquet file", _ROWS),
+    (b"ARROW1\0\0", "an Arrow file", _ROWS),
+    (b"\xff\xff\xff\xff", "an Arrow stream", _ROWS),
     (b"PK\3\4", "a ZIP archive", "unpack it"),
     (b"%PDF", "a PDF", "give its text"),
     (b"\x93NUMPY", "a NumPy array", "choose data=tokens"),

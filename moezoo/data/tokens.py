@@ -12,6 +12,8 @@ from moezoo.data.base import DataSettings
 from moezoo.data.corpus import Ids, Split, hold_out, select_held_out_by_index
 from moezoo.data.documents import all_of_text, tokenize
 from moezoo.data.files import describe_skipped, find_files, read_texts
+from moezoo.data.jsonl import Jsonl
+from moezoo.data.records import SUFFIXES
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.token_files import TokenFiles, beside, hash_ids, read_token_files, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
@@ -69,13 +71,15 @@ class Tokens(DataSettings):
         return copy if copy.is_file() else None
 
 
-def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
+def tokenize_files(path: str, out: str, tokenizer: str | None = None, field: str | None = None) -> str:
     """Write token files from text, and return a line that describes them. Files appear complete or not at all.
 
     Args:
         path: A text file, a folder in which each text file is a document, or a pattern of such files.
         out: The `.npy` file to write; the other files are next to it. None of them may exist.
         tokenizer: A Hugging Face `tokenizer.json`; None makes each byte a token.
+        field: The key or column of the text in files of records, as `moezoo.data.Jsonl` reads them; None for files
+            of text.
 
     Raises:
         UserError: The text or the tokenizer cannot be read, there is no text, or a file to write exists.
@@ -87,7 +91,8 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     for file in beside(target):
         if os.path.lexists(file):
             raise UserError(f"{show(str(file))} already exists; remove it or write to another name")
-    found = find_files(path, key="path")
+    found = find_files(path, key="path", suffixes=() if field is None else SUFFIXES)
+    texts = read_texts(found) if field is None else Jsonl(field=field).documents(found)
     coder = text_tokenizer(tokenizer, key="tokenizer")
     dtype = np.dtype(np.uint16 if coder.vocab <= 2**16 else np.uint32)
     copied = None if tokenizer is None else Path(os.path.expanduser(tokenizer))
@@ -95,7 +100,7 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
 
     def documents() -> Iterator[Ids]:
         tokens = 0
-        for document, made in tokenize(read_texts(found), all_of_text(coder, dtype)):
+        for document, made in tokenize(texts, all_of_text(coder, dtype)):
             names.add(document.name)
             tokens += len(made.ids)
             yield made
@@ -109,7 +114,7 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None) -> str:
     except OSError as error:
         shown = show(f"out={out}")
         raise UserError(f"{shown} cannot be written ({error.strerror}); name a file in another folder") from error
-    skipped = len(found.paths) - len(names)
+    skipped = 0 if field is not None else len(found.paths) - len(names)
     line = f"{target}: {metadata['tokens']:,} {unit}s in {metadata['documents']:,} documents, {dtype}"
     return line + f"; skipped {describe_skipped(skipped)}" * (skipped > 0)
 

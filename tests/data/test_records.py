@@ -114,9 +114,9 @@ def test_the_same_records_are_the_same_rows_in_every_kind(tmp_path, kind, packed
     assert sources[0].facts(5) == sources[1].facts(5)
     batches = [train_batches(source, seq_len=5, batch_size=3, seed=1) for source in sources]
     for _ in range(40):
-        np.testing.assert_array_equal(*(np.stack(next(each)) for each in batches))
+        np.testing.assert_array_equal(np.stack(next(batches[0])), np.stack(next(batches[1])))
     later = train_batches(sources[1], seq_len=5, batch_size=3, seed=1, start=40)
-    np.testing.assert_array_equal(*(np.stack(next(each)) for each in (batches[0], later)))
+    np.testing.assert_array_equal(np.stack(next(batches[0])), np.stack(next(later)))
 
 
 VALUES = st.recursive(
@@ -199,7 +199,7 @@ def test_a_parquet_file_is_no_text(tmp_path):
     from moezoo.data import Text
 
     (tmp_path / "a").write_bytes(parquet(RECORDS))
-    with refused(f"data.path={tmp_path}/a is a Parquet file; choose data=parquet with data.field, or data=chat"):
+    with refused(f"data.path={tmp_path}/a is a Parquet file; read its rows with data=jsonl data.field=COLUMN"):
         load(Text(path=str(tmp_path / "a")), seq_len=5, seed=0, vocab=256)
 
 
