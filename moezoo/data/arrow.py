@@ -28,7 +28,7 @@ def read_rows(file: BinaryIO, path: Path | None, kind: str, shown: str, choose: 
 
     Args:
         file: The open file; read from its beginning.
-        path: Where it is, if it is not compressed: it is then mapped into memory.
+        path: Where it is, if it is not compressed.
         kind: What it is, "Parquet" or "Arrow", which may be with or without a footer.
         shown: Begins messages.
         choose: Chooses columns.
@@ -44,7 +44,7 @@ def read_rows(file: BinaryIO, path: Path | None, kind: str, shown: str, choose: 
             if path is None:
                 shutil.copyfileobj(file, unpacked)
                 unpacked.seek(0)
-            source: Any = pyarrow.PythonFile(unpacked) if path is None else pyarrow.memory_map(str(path))
+            source: Any = pyarrow.PythonFile(unpacked) if path is None else pyarrow.OSFile(str(path))
             for group, batch in _batches(pyarrow, source, kind, shown, choose):
                 for begin in range(0, len(batch), _ROWS):
                     for row in _rows(batch.slice(begin, _ROWS), shown, number):

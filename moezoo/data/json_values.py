@@ -112,7 +112,9 @@ class _Text:
         self._file, self._shown = file, shown
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._scan = json.JSONDecoder().raw_decode
-        self._text, self._line, self._before, self.at = "", 1, 0, 0  # `_before`: characters of the line that are gone
+        self._text, self.at = "", 0
+        self._line, self._counted = 1, 0  # the line of character `_counted`
+        self._before = 0  # characters that are gone of the line that the text begins in
 
     def next(self) -> str:
         """Pass over white space, and return the character behind it; empty at the end."""
@@ -141,15 +143,23 @@ class _Text:
                 self.refuse(self.at, f"{error}")
             if len(self._text) > MOST_VALUE:
                 self.refuse(self.at, f"a value has more than {MOST_VALUE:,} characters")
-        found = Value(self._text[self.at : end], self._line + self._text.count("\n", 0, self.at))
+        found = Value(self._text[self.at : end], self._line_of(self.at))
         self.at = end
         return found
 
     def refuse(self, at: int, why: str) -> None:
         """Raise `UserError` for what is at an index of the text that is kept."""
-        line = self._line + self._text.count("\n", 0, at)
-        column = at - self._text.rfind("\n", 0, at) + (self._before if line == self._line else 0)
-        raise UserError(f"{self._shown} line {line} is not JSON (column {column}: {why}); write objects or one array")
+        begin = self._text.rfind("\n", 0, at)
+        column = at - begin + (self._before if begin < 0 else 0)
+        raise UserError(
+            f"{self._shown} line {self._line_of(at)} is not JSON (column {column}: {why}); write objects or one array"
+        )
+
+    def _line_of(self, at: int) -> int:
+        """Return the line of a character, which is not before the one that was asked for last."""
+        self._line += self._text.count("\n", self._counted, at)
+        self._counted = at
+        return self._line
 
     def _more(self) -> bool:
         """Read on, and return whether there was more; the text before `at` is then forgotten."""
@@ -159,15 +169,11 @@ class _Text:
             more = self._decoder.decode(part, final=not part)
         except UnicodeDecodeError as error:
             byte = f"0x{error.object[error.start]:02x}"
-            line = self._line + self._text.count("\n")
-            raise UserError(
-                f"{self._shown} is not UTF-8: behind line {line} is byte {byte}; convert the file to UTF-8"
-            ) from error
+            line = self._line_of(len(self._text))
+            raise UserError(f"{self._shown} is not UTF-8: byte {byte} from line {line} on; convert the file") from error
         if part:
-            gone = self._text[: self.at]
-            if lines := gone.count("\n"):
-                self._before = 0
-            self._before += len(gone) - gone.rfind("\n") - 1
-            self._line += lines
-            self._text, self.at = self._text[self.at :] + more, 0
+            self._line_of(self.at)
+            begin = self._text.rfind("\n", 0, self.at)
+            self._before = self.at - begin - 1 + (self._before if begin < 0 else 0)
+            self._text, self.at, self._counted = self._text[self.at :] + more, 0, 0
         return bool(part)

@@ -159,7 +159,7 @@ def test_json_is_cut_anywhere_while_it_is_read(records, chunk, data):
             "f line 3 is not JSON (column 9: Invalid control character at)",
         ),
         ('{"a":\n 1}\n{"a": "x', False, "f line 3 is not JSON (column 7: Unterminated string starting at); write"),
-        (b'{"a":\n 1}\n\n{"a": "\xff"}', False, "f is not UTF-8: behind line "),
+        (b'{"a":\n 1}\n\n{"a": "\xff"}', False, "f is not UTF-8: byte 0xff from line "),
         ("[" + "[" * 100_000, True, "f line 1 is not JSON (column 2: "),
         ('{"a": "' + "x" * 200 + '"}', False, "f line 1 is not JSON (column 1: a value has more than 99 characters)"),
     ],

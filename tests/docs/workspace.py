@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from chat_styles import QWEN, save_tokenizer
 from dense_folders import write_dense
-from pages import ROOT
+from pages import ROOT, read
 
 import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
@@ -50,6 +50,10 @@ def make_files(folder: Path) -> None:
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(60) for b in range(60)]
     chats = ({"prompt": question, "completion": answer} for question, answer in sums)
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (forms,) = (
+        block.text for block in read("docs/data.md").blocks if "sharegpt" in block.text and block.language != "sh"
+    )
+    subprocess.run([sys.executable, "-c", forms.replace("docs/examples", ".")], cwd=folder, check=True)
     (folder / "chat.jsonl").write_text(json.dumps({"prompt": "What is 1 + 2?", "completion": "3"}))
     np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 300)
     np.save(folder / "tokens.offsets.npy", np.arange(0, 20_001, 200))
