@@ -15,7 +15,7 @@ from moezoo.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 MOST_LINE = 2**28  # bytes
-LINES, ARRAY, OBJECTS, PARQUET, ARROW = "JSON lines", "a JSON array", "JSON objects", "Parquet", "Arrow"
+LINES, ARRAY, VALUES, PARQUET, ARROW = "JSON lines", "a JSON array", "JSON values", "Parquet", "Arrow"
 
 
 def all_columns(names: Sequence[str]) -> Sequence[str]:
@@ -47,7 +47,7 @@ def read_records(found: Found, choose: Choose = all_columns, only: str | None = 
                 f"{shown} is no {only} file; copy it again, or choose data=jsonl, which reads JSON and Arrow too"
             )
         with opened(path, shown) as file:
-            where = shown if kind in (LINES, OBJECTS) else f"{shown} ({kind})"
+            where = shown if kind in (LINES, VALUES) else f"{shown} ({kind})"
             if kind in (PARQUET, ARROW):
                 last, group = None, 0
                 plain = path if isinstance(file, io.BufferedReader) else None
@@ -79,8 +79,8 @@ def _find_kind(file: BinaryIO, shown: str) -> str:
         return LINES
     file.seek(0)
     if text.lstrip().startswith(b"["):
-        return ARRAY if is_array(file, shown) else OBJECTS
-    return OBJECTS if text.startswith(b"{") and _is_open(text) else LINES
+        return ARRAY if is_array(file, shown) else VALUES
+    return VALUES if text.startswith(b"{") and _is_open(text) else LINES
 
 
 def _is_open(line: bytes) -> bool:

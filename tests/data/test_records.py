@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from moezoo.data import Chat, Jsonl, documents, json_values, load, train_batches
+from moezoo.data import Chat, Jsonl, documents, json_values, load, records, train_batches
 from moezoo.data.chat_records import read_chat
 from moezoo.data.files import _zstd, find_files
-from moezoo.data.records import ARRAY, ARROW, LINES, OBJECTS, PARQUET, SUFFIXES, read_records
+from moezoo.data.records import ARRAY, ARROW, LINES, PARQUET, SUFFIXES, read_records
 from moezoo.errors import UserError
 
 RECORDS = [
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[list[Any]], bytes], str, str]] = {
     "array, indented": (lambda records: json.dumps(records, indent=1).encode(), ARRAY, "(a JSON array) item {}"),
     "objects, as jq writes them": (
         lambda records: "\n".join(json.dumps(each, indent=2, ensure_ascii=False) for each in records).encode(),
-        OBJECTS,
+        records.VALUES,
         "line ",
     ),
     "Parquet": (lambda records: parquet(records, row_group_size=9), PARQUET, "(Parquet) row {}"),
