@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from moezoo.data import Chat, Jsonl, documents, json_values, load, records, train_batches
+from moezoo.data import Chat, Jsonl, Tokens, documents, json_values, load, records, tokenize_files, train_batches
 from moezoo.data.chat_records import read_chat
 from moezoo.data.files import _zstd, find_files
 from moezoo.data.records import ARRAY, ARROW, LINES, PARQUET, SUFFIXES, read_records
@@ -117,6 +117,23 @@ def test_the_same_records_are_the_same_rows_in_every_kind(tmp_path, kind, packed
         np.testing.assert_array_equal(np.stack(next(batches[0])), np.stack(next(batches[1])))
     later = train_batches(sources[1], seq_len=5, batch_size=3, seed=1, start=40)
     np.testing.assert_array_equal(np.stack(next(batches[0])), np.stack(next(later)))
+
+
+def test_token_files_of_records(tmp_path):
+    """`prepare-data` with a field gives the ids of `data=jsonl`, and without one names the file."""
+    (tmp_path / "a.parquet").write_bytes(parquet(RECORDS))
+    path, out = str(tmp_path / "a.parquet"), str(tmp_path / "a.npy")
+    assert tokenize_files(path, out, field="text").startswith(f"{out}: 1,002 bytes in 40 documents")
+    corpora = [
+        load(kind(path=name), seq_len=5, seed=0, vocab=256).whole for kind, name in ((Jsonl, path), (Tokens, out))
+    ]
+    first, second = ([corpus.tokens[:], corpus.offsets] for corpus in corpora if corpus is not None)
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with refused(f"path={path} is a Parquet file; read its rows with", "prepare-data field=COLUMN"):
+        tokenize_files(path, str(tmp_path / "b.npy"))
+    with refused(f"path={path} (Parquet) has no column txt; did you mean 'text'?"):
+        tokenize_files(path, str(tmp_path / "b.npy"), field="txt")
 
 
 VALUES = st.recursive(
