@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from record_forms import ASKED, BRIEF, FORMS, SAID
 from refusals import refused
 
 from moezoo.data import Chat, Jsonl, Tokens, documents, json_values, load, records, tokenize_files, train_batches
@@ -255,36 +256,6 @@ def test_tables_of_others(tmp_path):
     pyarrow.parquet.write_table(pa.table({"text": pa.array([b"a"])}), tmp_path / "d.parquet")
     with refused(f"path={tmp_path}/d.parquet (Parquet) row 1 holds a bytes, and no text or number; convert the column"):
         read(tmp_path / "d.parquet")
-
-
-ASKED, SAID = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
-BRIEF, PARTS = {"role": "system", "content": "Be brief."}, [{"type": "text", "text": "3"}]
-FORMS = {
-    "messages": ({"messages": [ASKED, SAID]}, [ASKED, SAID]),
-    "conversations": (
-        {"conversations": [{"from": "human", "value": "1+2?"}, {"from": "gpt", "value": "3", "weight": 1}]},
-        [ASKED, SAID],
-    ),
-    "conversation": ({"conversation": [ASKED, SAID], "system": "Be brief."}, [BRIEF, ASKED, SAID]),
-    "instruction/output": (
-        {"instruction": "1+2?", "input": "", "output": "3", "system": "Be brief."},
-        [BRIEF, ASKED, SAID],
-    ),
-    "instruction/response": (
-        {"instruction": "1", "context": "+2?", "response": "3"},
-        [{**ASKED, "content": "1\n\n+2?"}, SAID],
-    ),
-    "query/response": ({"query": "1+2?", "response": "3", "system": None}, [ASKED, SAID]),
-    "question/answer": ({"answer": "3", "question": "1+2?", "messages": None}, [ASKED, SAID]),
-    "prompt/completion": (
-        {"prompt": [BRIEF, ASKED], "completion": [SAID], "system": "Be brief."},
-        [BRIEF, ASKED, SAID],
-    ),
-    "a list of messages": (
-        [ASKED, {**SAID, "content": [{"type": "text", "text": "3"}]}],
-        [ASKED, {**SAID, "content": [{"type": "text", "text": "3"}]}],
-    ),
-}
 
 
 @pytest.mark.parametrize("form", FORMS)

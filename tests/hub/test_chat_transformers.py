@@ -5,8 +5,10 @@ import json
 
 import pytest
 from chat_styles import CASES, STYLES, save_tokenizer
+from record_forms import FORMS
 from special_tokens import CASES as TWO_FILES
 
+from moezoo.data import Chat
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
 from moezoo.data.chat_template import folder_template
@@ -66,6 +68,29 @@ def test_the_same_text_tokens_and_mask(tmp_path, today, style, chat):
             assert ours.ids.tolist() == theirs["input_ids"]
             if marked and not prompt:
                 assert ours.mask.tolist() == [bool(number) for number in theirs["assistant_masks"]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_record_is_the_same_chat(tmp_path, form):
+    """As `data=chat` reads it from a file, with the mask of a marked template."""
+    record, messages = FORMS[form]
+    template = (
+        "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}{%- if m.role == 'assistant' %}"
+        "{%- generation %}{{- m.content + '<|im_end|>' }}{%- endgeneration %}{%- else %}{{- m.content + '<|im_end|>' }}"
+        "{%- endif %}{%- endfor %}"
+    )
+    path = save_tokenizer(tmp_path / "tokenizer.json", STYLES["qwen"].special)
+    (tmp_path / "t.jinja").write_text(template)
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    chat = Chat(path=str(tmp_path / "a.jsonl"), tokenizer=str(path), template=str(tmp_path / "t.jinja"))
+    (ours,) = chat.encode_line(1)
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template)
+    texts = [each["content"] if isinstance(each["content"], str) else each["content"][0]["text"] for each in messages]
+    plain = [{**each, "content": text} for each, text in zip(messages, texts, strict=True)]
+    theirs = peer.apply_chat_template(plain, return_dict=True, return_assistant_tokens_mask=True)
+    assert ours.ids.tolist() == theirs["input_ids"]
+    assert ours.mask.tolist() == [bool(number) for number in theirs["assistant_masks"]]
+    assert ours.mask.any()
 
 
 NAMES = ("bos_token", "eos_token", "pad_token", "cls_token", "a_token", "c_token", "d")
