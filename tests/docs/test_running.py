@@ -1,13 +1,17 @@
-"""`pytest -n 0 -m docs`: the commands of the pages run as they are written, in a folder that has what they name."""
+"""`pytest -n 0 -m docs`: the commands of the pages run as they are written, in a folder that has what they name.
+
+Without the mark, those run with which a user begins to fine-tune a released model.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from pages import PAGES, ROOT, read
+from pages import PAGES, ROOT, Block, read
 from workspace import add_runs, make_files
 
 # Programs that no block runs: they install, serve, submit jobs, or are the tests themselves.
@@ -29,19 +33,23 @@ NOT_RUN = (
 FIRST = """#!/usr/bin/env bash
 case "$1 $2" in "-m venv" | "-m pytest") exit 0 ;; esac
 rm -rf NEW
+shopt -s nullglob
 for run in "$GIVEN"/runs/*; do rm -rf "runs/${run##*/}" && cp -a "$run" runs/; done
 """
 BLOCKS = [(name, block) for name in PAGES for block in read(name).shell if not block.not_run]
 
-pytestmark = [pytest.mark.docs, pytest.mark.timeout(7200)]
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("given") / "files"
+    make_files(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("given") / "files"
-    make_files(folder)
-    add_runs(folder)
-    return folder
+def given(files):
+    add_runs(files)
+    return files
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +63,21 @@ def programs(tmp_path_factory):
     return folder
 
 
+def test_a_released_model_is_fine_tuned(files, programs, tmp_path):
+    """In two steps of a tiny model."""
+    run("docs/released.md", read("docs/released.md").shell[0], files, programs, tmp_path / "here")
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("name", "block"), BLOCKS, ids=[f"{name}:{block.line}" for name, block in BLOCKS])
-def test_a_block_runs(name, block, given, programs, tmp_path):
-    """Variables that the blocks before it set are set."""
-    here = tmp_path / "here"
+def test_a_block_runs(name, block, given, programs, tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # programs as users have them
+    run(name, block, given, programs, tmp_path / "here")
+
+
+def run(name: str, block: Block, given: Path, programs: Path, here: Path) -> None:
+    """Run a block of a page in a new folder. Variables that the blocks before it set are set."""
     shutil.copytree(given, here)
     shutil.copytree(ROOT / "notebooks", here / "notebooks")  # no link, because a block writes one
     (here / ".venv" / "bin").mkdir(parents=True)
@@ -67,8 +86,8 @@ def test_a_block_runs(name, block, given, programs, tmp_path):
         (here / path).symlink_to(ROOT / path)
     before = [each.script for each in read(name).shell if each.line < block.line]
     variables = [line for script in before for line in script.splitlines() if re.match('[A-Z]+="', line)]
-    settings = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    settings |= {"PATH": f"{programs}{os.pathsep}{settings['PATH']}", "GIVEN": str(given), "WANDB_MODE": "offline"}
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    settings = {**os.environ, "PATH": path, "GIVEN": str(given), "WANDB_MODE": "offline"}
     bash = ["bash", "-euo", "pipefail", "-c", "\n".join([*variables, block.script])]
     done = subprocess.run(bash, cwd=here, env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{block.script}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
