@@ -84,7 +84,7 @@ def traced_bytes(step: Step) -> tuple[int, ...]:
                 [one.equation.params["length"] for one in outer],
                 execution.pipeline.ticks(execution.stages),
             )
-            carries = [one.equation.params["num_carry"] > 0 for one in outer]
+            carries = [len(_stacked(one)) < len(one.equation.outvars) for one in outer]
             del outer[next(n for n, one in enumerate(zip(lengths, carries, strict=True)) if one == (ticks, True)) - 1]
         return tuple(map(_on_device, outer))
     for each in _scans(step, "forward"):
