@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 the bars of DeepSeek's special tokens are wide
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -484,6 +485,21 @@ def test_blocks_of_a_message_that_is_excluded():
         with ChatFormat(template(text), Bytes(), DATE) as chats:
             found = table(chats.encode(read_chat({"messages": messages}), "assistant"))
             assert found.replace("⟧⟦", "") == expected.replace("⟧⟦", "")
+
+
+def test_blocks_are_trained_whole(tags):
+    """All of a turn, and white space behind what ends it; with `last` those of the last turn alone, if it is empty."""
+    text = TURNS + (
+        "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}{% endgeneration %}-"
+        "{% generation %}{{ '</e>\n' if m.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    first = "<user>a<assistant>⟦b⟧-⟦</e>\n⟧"
+    with ChatFormat(template(text), tags, DATE) as chats:
+        for answer, last in (("d", "<user>c<assistant>⟦d⟧-⟦</e>\n⟧"), ("", "<user>c<assistant>-")):
+            contents = (("user", "a"), ("assistant", "b"), PAIR[0], ("assistant", answer))
+            chat = read_chat({"messages": [{"role": role, "content": content} for role, content in contents]})
+            assert table(chats.encode(chat, "assistant")) == first + last
+            assert table(chats.encode(chat, "last")) == re.sub("[⟦⟧]", "", first) + last
 
 
 @pytest.mark.parametrize(

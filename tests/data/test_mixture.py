@@ -138,9 +138,12 @@ def test_facts_hold_those_of_all_sources(sources):
     other = load_mixture({**sources, "code": dataclasses.replace(sources["code"], weight=0.6)})
     assert other.summary["sha256"] == mixture.summary["sha256"]
     assert other.facts(SEQ) != mixture.facts(SEQ)
-    path = Path(sources["code"].source.path)
-    path.write_text(path.read_text().replace("j", "k"))
-    assert load_mixture(sources).summary["sha256"] != mixture.summary["sha256"]
+    hashes = [mixture.summary["sha256"]]
+    for name in ("code", "packed"):
+        path = Path(sources[name].source.path)
+        path.write_text(path.read_text().replace("j", "k").replace("A", "B"))
+        hashes.append(load_mixture(sources).summary["sha256"])
+    assert len(set(hashes)) == 3
     assert load_mixture(sources, packing="whole").parts["code"].packing == "whole"
 
 

@@ -80,7 +80,11 @@ def test_masks_and_what_is_too_long(lengths, seq_len, period):
     }
     for too_long, expected in kept.items():
         labelled = [each for each in expected if any(map(predicted, each[1:]))]
-        found = as_lists(pack(fit(corpus, seq_len, too_long).inputs, seq_len))
+        fitted = fit(corpus, seq_len, too_long)
+        found = as_lists(pack(fitted.inputs, seq_len))
+        assert fitted.without_label == sum(len(each) < 2 for each in documents) + sum(
+            len(each) > 1 and each not in labelled for each in expected
+        )
         assert found == [masked(row) for row in naive.pack(labelled, seq_len, packing.BUFFER)]
 
 

@@ -259,6 +259,13 @@ def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
         drawn(key=jax.random.split(jax.random.key(0)))
 
 
+def test_every_token_has_a_random_key_of_its_own():
+    """Of logits that are all equal: tokens of one key are the same in every row."""
+    even = jax.tree.map(jnp.zeros_like, model("window"))
+    drawn = moezoo.generate(even, IDS, mask=MASK, max_new_tokens=NEW, temperature=1.5, key=jax.random.key(0))
+    assert len({tuple(column) for column in drawn[:, IDS.shape[1] :].T.tolist()}) == NEW
+
+
 @pytest.fixture
 def traced_widths(monkeypatch):
     """The widths of the token arrays that a model embeds while it is traced."""

@@ -149,6 +149,12 @@ def test_a_merged_run_has_the_dtype_of_its_base(tmp_path):
         assert json.loads((tmp_path / wanted / "config.json").read_text())["dtype"] == wanted
 
 
+def change_last_byte(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(-1, 2)
+        opened.write(b"\x01")
+
+
 def test_a_resumed_run_is_equal_to_the_bit(run, base, tmp_path):
     """It reads the base where it is; without it, or with another, it is refused."""
     shutil.copytree(run[0].folder, tmp_path / "a")
@@ -156,11 +162,8 @@ def test_a_resumed_run_is_equal_to_the_bit(run, base, tmp_path):
     again = moezoo.train(moezoo.compose(checkpoint, f"run_dir={tmp_path}/b"))
     assert read_rows(again.folder) == read_rows(run[0].folder)
     assert_same_models(again.model, run[0].model)
-    moved = tmp_path / "moved"
-    shutil.copytree(base, moved)
-    with (moved / "model.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        file.write(b"\x01")
+    moved = shutil.copytree(base, tmp_path / "moved")
+    change_last_byte(moved / "model.safetensors")
     with refused(f"init_from={moved} but the run began with", "which holds something else"):
         moezoo.compose(checkpoint, f"init_from={moved}")
     for words, parts in {
@@ -185,6 +188,10 @@ def test_a_run_starts_from_pairs(run, base, tmp_path):
         moezoo.train(moezoo.compose(*words, "adapter.rank=3", f"run_dir={tmp_path}/b"))
     with refused("adapter.init_from=", "attention.", "has rank 2 and scale 1.5, but", "ask for no pair"):
         moezoo.train(moezoo.compose(*words, "adapter.targets=[experts]", f"run_dir={tmp_path}/b"))
+    moved = shutil.copytree(base, tmp_path / "moved")
+    change_last_byte(moved / "model.safetensors")
+    with refused(f"adapter={pairs} was trained beside weights with sha256"):
+        moezoo.train(moezoo.compose(*words, f"init_from={moved}", f"run_dir={tmp_path}/b"))
 
 
 def test_a_run_with_an_adapter_is_no_base(run, tmp_path):

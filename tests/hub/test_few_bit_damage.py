@@ -254,9 +254,10 @@ def test_scales_that_are_not_finite(spoil, name):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "stored"])
-def test_numbers_that_are_not_finite_are_named(spoil, dtype):
-    """e4m3 has a code of NaN."""
-    folder = spoil("fp8", spoil_last(K, np.nan))
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_numbers_that_are_not_finite_are_named(spoil, dtype, code):
+    """e4m3 has two codes of NaN, one with each sign."""
+    folder = spoil("fp8", spoil_last(K, np.uint8(code).view(ml_dtypes.float8_e4m3fn)))
     with pytest.warns(UserWarning, match=f"tensors with NaN or infinities: {K}$"):
         moezoo.from_pretrained(folder, dtype=dtype)
 

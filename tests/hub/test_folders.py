@@ -191,6 +191,12 @@ def test_weights_that_are_not_finite_are_named(damaged):
         moezoo.from_pretrained(damaged)
 
 
+def test_weights_that_are_too_large_for_the_dtype_are_named(damaged):
+    spoil_tensors(damaged, lambda tensors: np.put(tensors["lm_head.weight"], 0, 1e5))
+    with pytest.warns(UserWarning, match=r"NaN or infinities: lm_head\.weight$"):
+        moezoo.from_pretrained(damaged, dtype="float16")
+
+
 def change(folder, **keys):
     """Change keys of a folder's config.json."""
     config = json.loads((folder / "config.json").read_text())

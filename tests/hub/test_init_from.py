@@ -238,6 +238,13 @@ def test_checkpoints_may_leave_frozen_arrays_where_they_are(stored, folders, tmp
     for name, folder in {"one": run.folder, "other": stored}.items():
         plan_export(str(folder), str(tmp_path / name)).write()
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "other/model.safetensors").read_bytes()
+    saved, sha256 = run.folder / "config.yaml", moezoo.saved_config(run.folder).init_sha256
+    assert sha256 is not None
+    other = sha256[:-1] + "01"[sha256[-1] == "0"]
+    saved.write_text(saved.read_text().replace(sha256, other))
+    with refused(f"init_from={away} is not the folder that the run began with", other, sha256):
+        moezoo.load_run(run.folder)
+    saved.write_text(saved.read_text().replace(other, sha256))
     config = json.loads((away / "config.json").read_text())
     (away / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
     with refused(f"init_from={away} is not the folder that the run began with"):

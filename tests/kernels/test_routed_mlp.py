@@ -84,6 +84,23 @@ def test_equals_the_composed_products(monkeypatch, keep, dtype):
             assert not got[want == 0].any()
 
 
+def test_gradients_of_gates_are_summed_in_float32():
+    """Of whole numbers, in bfloat16, it is exact: those of cotangent x down need more bits than bfloat16 has."""
+    rng = np.random.default_rng(0)
+    draw = lambda most, *shape: rng.integers(-most, most, shape, endpoint=True)  # noqa: E731
+    ids = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.int32), (TOKENS, 1)), axis=1)[:, :K]
+    x, cotangent, up = draw(1, TOKENS, EMBED), draw(255, TOKENS, EMBED), draw(1, EXPERTS, EMBED, MLP)
+    down, gates = draw(3, EXPERTS, MLP, EMBED), jnp.asarray(draw(2, TOKENS, K), jnp.float32)
+    tokens, *weights, back = (jnp.asarray(each, jnp.bfloat16) for each in (x, up, up, down, cotangent))
+
+    def run(gates):
+        return routed_mlp(tokens, gates, plan(jnp.asarray(ids), 0, EXPERTS), *weights, activation=lambda _, up: up)
+
+    (found,) = jax.vjp(run, gates)[1](back)
+    inner, by_inner = np.einsum("te,tkef->tkf", x, up[ids]), np.einsum("te,tkfe->tkf", cotangent, down[ids])
+    np.testing.assert_array_equal(found, (inner * by_inner).sum(-1))
+
+
 @pytest.mark.newer
 def test_computes_only_rows_that_hold_an_assignment(monkeypatch):
     """The room is 48 rows; of these 13 are used."""
