@@ -1,5 +1,6 @@
 """Records of chats in every form that people have them in, and the messages that they are, by hand."""
 
+import json
 from typing import Any
 
 ASKED, SAID = {"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}
@@ -10,7 +11,7 @@ FORMS: dict[str, tuple[Any, list[Any]]] = {
         {"conversations": [{"from": "human", "value": "1+2?"}, {"from": "gpt", "value": "3", "weight": 1}]},
         [ASKED, SAID],
     ),
-    "conversation": ({"conversation": [ASKED, SAID], "system": "Be brief."}, [BRIEF, ASKED, SAID]),
+    "conversation": ({"conversation": json.dumps([ASKED, SAID]), "system": "Be brief."}, [BRIEF, ASKED, SAID]),
     "instruction/output": (
         {"instruction": "1+2?", "input": "", "output": "3", "system": "Be brief."},
         [BRIEF, ASKED, SAID],

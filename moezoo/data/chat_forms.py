@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from moezoo.data.json_values import kind
+from moezoo.data.json_values import from_json, kind
 from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
@@ -75,7 +75,9 @@ def _forms(field: str) -> list[tuple[str, ...]]:
 def _read(record: Mapping[str, Any], form: tuple[str, ...], roles: Mapping[str, str]) -> Found:
     name, messages = "/".join(form), []
     if len(form) == 1:
-        check_kind(messages := record[name], list, show(name), "not an array of messages; set data.field")
+        check_kind(
+            messages := from_json(record[name], list), list, show(name), "not an array of messages; set data.field"
+        )
     else:
         beside = next((key for key in INPUTS if form[0] == "instruction" and record.get(key)), None)
         for key, role in zip(form, ("user", "assistant"), strict=True):

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from moezoo.data.chat_forms import check_kind, find_messages
-from moezoo.data.json_values import kind, load_json
+from moezoo.data.json_values import from_json, kind
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -65,7 +65,7 @@ class Chat(NamedTuple):
             if what != "arguments":
                 return value
             if not as_text:
-                return _from_json(value, dict)
+                return from_json(value, dict)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
         return self._replace(messages=[map_message(message, change) for message in self.messages])
@@ -106,7 +106,7 @@ def read_chat(record: Any, field: str = "messages", roles: Mapping[str, str] = M
     excluded = frozenset(
         number for number, message in enumerate(checked) if _is_excluded(message, f"message {number + 1}")
     )
-    tools, variables = _from_json(record.get("tools"), list), record.get("chat_template_kwargs")
+    tools, variables = from_json(record.get("tools"), list), record.get("chat_template_kwargs")
     check_kind(tools, list | None, "tools", "not an array; write a list of objects, or null")
     check_kind(variables, dict | None, "chat_template_kwargs", "not an object; write names and values")
     if taken := [name for name in variables or {} if name in _TAKEN]:
@@ -175,17 +175,6 @@ def _is_excluded(message: Message, where: str) -> bool:
         if value not in (0, 1):
             raise UserError(f"{where}: {name} is {show(json.dumps(value))}, expected 0 or 1; correct it")
     return not all(found.values())
-
-
-def _from_json(value: Any, expected: type) -> Any:
-    """Return what a text holds as JSON if it is an `expected`, otherwise the value as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        found = load_json(value)
-    except (ValueError, RecursionError):
-        return value
-    return found if isinstance(found, expected) else value
 
 
 def _map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

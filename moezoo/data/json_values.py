@@ -74,6 +74,17 @@ def load_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
 
 
+def from_json(value: Any, expected: type) -> Any:
+    """Return what a text holds as JSON if it is an `expected`, otherwise the value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = load_json(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, expected) else value
+
+
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
