@@ -48,8 +48,8 @@ def made(tmp_path_factory):
         chats = [{"prompt": f"{side} {i}", "completion": "yes"} for i in range(count)]
         (root / f"{side}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     with pytest.MonkeyPatch.context() as patch, steps_only():
-        for name in ("HOME", "USER", "LOGNAME"):
-            patch.setenv(name, f"/{MARK}" if name == "HOME" else MARK)
+        patch.setenv("HOME", str(root))
+        patch.setenv("USER", MARK)
         patch.setattr(socket, "gethostname", lambda: MARK)
         run = moezoo.train(
             moezoo.compose(
@@ -176,6 +176,22 @@ def test_whose_card_a_copy_has(made, tmp_path):
     assert "A copy of the base" in card
     assert "Base: `plain`." in card
     assert not re.search("Training|Losses|base_model|license:", card.partition("## What")[0])
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own
+@pytest.mark.parametrize("way", ["run", "adapter"])
+def test_the_programs_of_cards_run(made, way, tmp_path, capsys):
+    """In transformers, PEFT and moezoo: those of a folder with a chat template, and of an adapter of one without."""
+    pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]'")
+    folder, adapter = made.base, made.run.folder / "adapter"
+    if way == "run":
+        folder = tmp_path / "new"
+        WAYS[way](made, str(folder)).write()
+    programs = re.findall(r"```python\n(.*?)```", read_card(adapter if way == "adapter" else folder), re.DOTALL)
+    for program in programs:
+        if "vllm" not in program:
+            exec(program.replace("FOLDER", str(folder)).replace("ADAPTER", str(adapter)), {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_the_template_of_a_file(made, tmp_path):
