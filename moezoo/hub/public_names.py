@@ -1,6 +1,7 @@
 """What a folder that is given away says of other folders: a name on the Hub or a last name, never a path."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path, PureWindowsPath
@@ -13,6 +14,7 @@ from moezoo.hub.writing import Plan
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The folder of one version of a model in the Hub's cache.
 _CACHED = re.compile(r"models--([^/]+)/snapshots/[^/]+/?$")
+_HOMES = (Path("/home"), Path("/Users"))
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 # Keys that libraries fill with the folder or the file that they have read, on the machine where they did.
 _PLACES = re.compile(r"\w*(name_or_path|_file)")
@@ -47,8 +49,10 @@ def name_of_model(folder: str | Path) -> Named:
 
 def last_name(path: str | Path) -> str:
     """Return the last name of a path; empty for a home folder, whose name is a person's, and for one without names."""
-    full = Path(path).expanduser()
-    return "" if full in (Path.home(), Path.home().parent) else PureWindowsPath(path).name.removeprefix("~")
+    text = str(path)
+    full = Path(os.path.expanduser(text))
+    is_home = full == Path.home() or full in _HOMES or full.parent in _HOMES or re.fullmatch(r"~[^/]*/?", text)
+    return "" if is_home else PureWindowsPath(text).name
 
 
 def without_paths(plan: Plan) -> Plan:

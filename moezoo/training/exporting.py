@@ -155,7 +155,7 @@ class Export:
             return f"that of {own.parent}"
         if self.like is None or not (self.like[0] / README).exists():
             return "a model card"
-        return f"a model card; that of {self.like[0]} is of another model, and is not copied"
+        return f"a model card; that of {self.like[0]} is of other weights, and is not copied"
 
     @property
     def _changes(self) -> list[str]:
@@ -274,7 +274,8 @@ def plan_export(
         copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
         plan = with_ends(copying.plan, base, origin.text_ends)
     plan = without_paths(plan)
-    if README not in plan.copies or is_run or base != path or adapter is not None:  # else the card is of this model
+    # A copy keeps the card of its folder, which describes the same weights.
+    if README not in plan.copies or is_run or base != path or adapter is not None or rounds_to is not None:
         config = origin.wanted.config
         total, active = count_parameters(origin.wanted, config.experts_per_token)
         sizes = f"{total:,} parameters, of which {active:,} are active per token"
@@ -377,5 +378,6 @@ def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
         )
         return _Origin(path, shapes, values, merged, adapter=pairs.describe())
     found = find_model(source, dtype or "stored")
-    facts = Facts("", "A copy of the base, written by moezoo.", name_of_model(path))
+    training = training_of(read_card(path)) or None
+    facts = Facts("", "A copy of the base, written by moezoo.", name_of_model(path), training=training)
     return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), facts)

@@ -1,7 +1,7 @@
 """What a run records about itself, as the facts of a model card: without folders, users and machines."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ def record_data(source: Source) -> dict[str, Any]:
     }
 
 
-def run_facts(about: Mapping[str, Any], rows: Iterable[MetricsRow], step: int, init_from: str | None) -> Facts:
+def run_facts(about: Mapping[str, Any], rows: Sequence[MetricsRow], step: int, init_from: str | None) -> Facts:
     """Return the facts of a run, up to the step that its weights are of. The title is left to the caller.
 
     Args:
         about: What the checkpoint of that step records; older runs have recorded less.
-        rows: Those of metrics.jsonl.
+        rows: Those of metrics.jsonl up to that step.
         step: The step.
         init_from: Where the weights are now that the run began with; None for random numbers.
     """
@@ -55,17 +55,18 @@ def run_facts(about: Mapping[str, Any], rows: Iterable[MetricsRow], step: int, i
         _describe_trained(cfg),
         data,
         dict(_settings(cfg, own)),
-        list(_losses([row for row in rows if row["step"] <= step])),
+        list(_losses(rows)),
         versions,
     )
+    is_bytes = cfg.model.vocab <= 256 and all(part.unit == "byte" for part in data)
     return Facts(
-        "",
-        "A mixture of experts, trained with moezoo.",
-        base,
-        None if base is None else "finetune",
-        [] if init_from is None else license_of(read_card(Path(init_from))),
-        training,
-        "bytes" if cfg.model.vocab <= 256 and all(part.unit == "byte" for part in data) else "ids",
+        name="",
+        what="A mixture of experts, trained with moezoo.",
+        base=base,
+        relation=None if base is None else "finetune",
+        license=[] if init_from is None else license_of(read_card(Path(init_from))),
+        training=training,
+        prompt="bytes" if is_bytes else "ids",
     )
 
 
@@ -118,22 +119,22 @@ def _data(section: Mapping[str, Any], recorded: Mapping[str, Any], own: str | No
     sources = section.get("sources") or {"": section}
     for name, part in sources.items():
         found = recorded.get(name, {})
-        files = [f"`{file}`" for key in ("path",) if (file := _file_name(part.get(key)))]
-        kind = own or part["name"]
-        weight = [f"weight {part['weight']:g}"] if "weight" in part else []
-        what = ", ".join([*([f"{name}: {kind}"] if name else [kind]), *files, *weight])
+        titles = [f"{name}: {own or part['name']}" if name else own or part["name"], _file_name(part.get("path"))]
+        titles += [f"weight {part['weight']:g}"] if "weight" in part else []
         apart = part.get("validation")
         held_out = "" if own or apart else found.get("held_out", "")
-        if apart and (file := _file_name(apart)):
-            held_out = f"`{file}`, apart from the training documents"
+        if file := _file_name(apart):
+            held_out = f"{file}, apart from the training documents"
         is_bytes = part["name"] == "python_stdlib" or part.get("tokenizer", "") is None
         unit = found.get("unit", "byte" if is_bytes else "token")
         training, validation = (Size(**found[side]) if side in found else None for side in ("training", "validation"))
-        yield Data(what, unit, training, validation, held_out)
+        yield Data(", ".join(filter(None, titles)), unit, training, validation, held_out)
 
 
 def _file_name(path: Any) -> str:
-    return last_name(path) if isinstance(path, str) else ""
+    """Return the last name of a path as code; empty for none."""
+    name = show(last_name(path)).replace("`", "'") if isinstance(path, str) else ""
+    return f"`{name}`" if name else ""
 
 
 def _losses(rows: Sequence[MetricsRow]) -> Iterator[Loss]:

@@ -163,13 +163,18 @@ def test_the_header(made, tmp_path):
 
 
 def test_whose_card_a_copy_has(made, tmp_path):
-    """A copy of a folder keeps the folder's, which is of the same model; no other folder gets it."""
+    """A copy of a folder keeps the folder's, which is of the same weights; no other folder gets it."""
     export = plan_export(str(made.base), str(tmp_path / "copy"))
     assert f"README.md   that of {made.base}" in export.describe()
     export.write()
     assert read_card(tmp_path / "copy") == read_card(made.base)
     merged = WAYS["run like its base"](made, str(tmp_path / "like"))
-    assert f"README.md   a model card; that of {made.base} is of another model, and is not copied" in merged.describe()
+    assert f"README.md   a model card; that of {made.base} is of other weights, and is not copied" in merged.describe()
+    WAYS["run"](made, str(tmp_path / "run")).write()
+    plan_export(str(tmp_path / "run"), str(tmp_path / "few"), format="fp8").write()
+    card = read_card(tmp_path / "few")
+    assert "rounded to fp8" in card
+    assert "`training.jsonl`" in card
     moezoo.save_pretrained(random_model(mixtral()), tmp_path / "plain")
     plan_export(str(tmp_path / "plain"), str(tmp_path / "half"), dtype="bfloat16").write()
     card = read_card(tmp_path / "half")
@@ -235,7 +240,7 @@ def test_older_runs_have_recorded_less():
 
 
 def test_data_of_the_users_own_and_mixtures():
-    one = {"name": "text", "path": "/home/zzperson", "weight": 0.25}
+    one = {"name": "text", "path": "/data/zzperson", "weight": 0.25}
     two = {"name": "jsonl", "path": "~/b/*.jsonl", "tokenizer": None, "weight": 1.0}
     mapping = as_mapping(moezoo.compose())
     mapping["data"] = {"name": "mixture", "sources": {"one": one, "two": two}}
@@ -243,7 +248,7 @@ def test_data_of_the_users_own_and_mixtures():
     sizes = {"training": {"documents": 1, "tokens": 2000}, "validation": {"documents": 3, "tokens": 4}}
     recorded = {"two": {"kind": "jsonl", "unit": "byte", "held_out": "1 in 20", **sizes}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", "/home/zzperson")
+        patch.setenv("HOME", "/data/zzperson")
         facts = run_facts({"versions": {}, "config": mapping, "data": recorded}, [], 7, None)
     card = write_card(facts)
     assert (
@@ -262,12 +267,14 @@ def test_data_of_the_users_own_and_mixtures():
         ("/a/runs/base/checkpoints/500", Named("base")),
         ("/a/b/", Named("b")),
         ("b", Named("b")),
+        ("/data/me", Named("")),
         ("/home/me", Named("")),
         ("/home", Named("")),
+        ("~nobody", Named("")),
     ],
 )
 def test_names_of_folders(folder, named, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/data/me")
     assert name_of_model(folder) == named
 
 
