@@ -275,7 +275,7 @@ def plan_export(
         plan = with_ends(copying.plan, base, origin.text_ends)
     plan = without_paths(plan)
     # A copy keeps the card of its folder, which describes the same weights.
-    if README not in plan.copies or is_run or base != path or adapter is not None or rounds_to is not None:
+    if README not in plan.copies or base != path or adapter is not None or rounds_to is not None:
         config = origin.wanted.config
         total, active = count_parameters(origin.wanted, config.experts_per_token)
         sizes = f"{total:,} parameters, of which {active:,} are active per token"
