@@ -74,7 +74,7 @@ COMMAND = KeysCommand(
     description="Write the model of a run, of its newest checkpoint or its best, as a Hugging Face folder, or copy "
     "a Hugging Face folder in another dtype. No device holds the model: it is read and written tensor by tensor.\n"
     "A copy has the tokenizer and all else that moezoo.save_pretrained copies with like=. The folder of a run has the "
-    "tokenizer of its data.",
+    "tokenizer of its data. Every folder has a model card, README.md, and names no path.",
     keys=Keys,
     examples=(
         "runs/NAME FOLDER",

@@ -34,12 +34,14 @@ from jax.sharding import SingleDeviceSharding
 from moezoo.errors import UserError, check_type
 from moezoo.hub.adapter_copies import Copies
 from moezoo.hub.adapter_settings import CONFIG, PEFT, WEIGHTS, AdapterSettings
+from moezoo.hub.card import README, Facts, is_replaced, license_of, prompt_of, read_card, write_card
 from moezoo.hub.opening import describe_download, folder_argument
 from moezoo.hub.peft import describe_unread
+from moezoo.hub.public_names import Named, name_of_model
 from moezoo.hub.tensors import arrays_by_path, list_names, tensors
 from moezoo.hub.values import ModelValues
 from moezoo.hub.weight_files import DTYPES, WeightFiles
-from moezoo.models import family_of
+from moezoo.models import family_of, name_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.hub import Hub
 from moezoo.parallel import distributed
@@ -99,13 +101,14 @@ def save_adapter(
 ) -> None:
     """Write a model's low-rank pairs as a folder that PEFT loads, with float32 tensors and a name for each expert.
 
-    With several processes all of them call this, and the first one writes. A warning names pairs that PEFT would not
-    read.
+    The folder gets a model card, README.md, unless it has one that moezoo did not write. With several processes all of
+    them call this, and the first one writes. A warning names pairs that PEFT would not read.
 
     Args:
         model: A model with `LowRank` weights, as a run with `adapter=lora` has.
         folder: Is made if it does not exist.
-        base: Where the weights beside which the pairs were trained are: `base_model_name_or_path`.
+        base: Where the weights beside which the pairs were trained are. `base_model_name_or_path` is their name on the
+            Hub, if `base` shows it (`moezoo.hub.public_names`), or else the last name of this folder.
         base_sha256: The hash of that folder, `TrainConfig.init_sha256`, by which another one is refused.
         existing: What is done where `folder` has an adapter already.
 
@@ -124,8 +127,9 @@ def write_adapter(
     base: str | Path | None = None,
     base_sha256: str | None = None,
     existing: Literal["refuse", "replace"] = "refuse",
+    facts: Facts | None = None,
 ) -> Path:
-    """Do the same as `save_adapter` without a warning, and return the folder."""
+    """Do the same as `save_adapter` without a warning, with the `facts` of a run in the card. Return the folder."""
     check_type("save_adapter: the first argument", model, LanguageModel, "take one from moezoo.train, or load_adapter")
     convert(Literal["refuse", "replace"], existing, "existing")
     where = folder_argument(folder)
@@ -135,6 +139,8 @@ def write_adapter(
     if existing == "refuse" and ((where / CONFIG).exists() or (where / WEIGHTS).exists()):
         raise UserError(f"{where} already holds an adapter; name another folder")
     sizes, numbers = _Sizes.of(model), {}
+    named = None if base is None else name_of_model(base)
+    card = _write_card(facts or Facts(where.name, ""), model, sizes, named, base)
     for place in places(model, family_of(model.config).hub):
         if place.module in sizes.ranks:
             parts = [_fetch(pairs.get(path), index) for path, index in place.parts]
@@ -146,16 +152,40 @@ def write_adapter(
         from safetensors.numpy import save_file
 
         metadata = {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})
-        config = sizes.config() | {"base_model_name_or_path": None if base is None else str(base)}
+        config = sizes.config() | {"base_model_name_or_path": (named.name or None) if named else None}
         try:
             where.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{where} cannot be made ({error.strerror}); name another folder") from error
         _replace(where / WEIGHTS, lambda new: save_file(numbers, new, metadata))
         _replace(where / CONFIG, lambda new: new.write_text(json.dumps(config, indent=2) + "\n"))
+        if is_replaced(read_card(where)):
+            _replace(where / README, lambda new: new.write_text(card))
 
     distributed.first(write)
     return where
+
+
+def _write_card(
+    facts: Facts, model: LanguageModel, sizes: "_Sizes", named: Named | None, base: str | Path | None
+) -> str:
+    """Return the model card of an adapter, which is read beside the folder `base`."""
+    config, folder = sizes.config(), Path(base or "")
+    what = (
+        f"Low-rank pairs (LoRA) for {name_of(model.config)}, by moezoo: rank {config['r']}, alpha "
+        f"{config['lora_alpha']:g}, beside {', '.join(f'`{name}`' for name in config['target_modules'])}."
+    )
+    files = {path.name: path for path in folder.iterdir()} if base is not None and folder.is_dir() else {}
+    return write_card(
+        facts._replace(
+            what=what,
+            base=named,
+            relation="adapter",
+            license=license_of(read_card(folder)) if files else [],
+            prompt=prompt_of(files, facts.prompt),
+            note=describe_peers(model),
+        )
+    )
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

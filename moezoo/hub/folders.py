@@ -3,6 +3,7 @@
 import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
@@ -50,9 +51,7 @@ def with_ends(plan: Plan, like: Path, ends: Sequence[int]) -> Plan:
         return plan
     file = plan.copies.get(GENERATION)
     table = {**({} if file is None else read_json(file)), "eos_token_id": [*known, *new]}
-    copies = {name: path for name, path in plan.copies.items() if name != GENERATION}
-    texts = {GENERATION: (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode(), **plan.texts}
-    return plan._replace(copies=copies, texts=texts)
+    return plan.with_texts({GENERATION: _as_json(table)})
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:
@@ -61,18 +60,29 @@ def find_tokenizer(folder: str | Path) -> Path | None:
     return path if path.exists() else None
 
 
-def tokenizer_config(beside: Path | None) -> bytes:
+def tokenizer_config(beside: Path | None, template: Path | None = None) -> bytes:
     """Return a tokenizer_config.json: that `beside` a tokenizer.json, None for nothing, with a class that readers have.
 
     Without a class transformers takes that of the model type, which may make other ids of the same tokenizer.json.
-    `TokenizersBackend` is the name of `PreTrainedTokenizerFast` that only transformers 5 knows.
+    `TokenizersBackend` is the name of `PreTrainedTokenizerFast` that only transformers 5 knows. Where that class gets
+    no `model_input_names`, transformers 4 makes inputs that the models refuse.
+
+    `template` is a .json file whose chat_template replaces the one there.
 
     Raises `UserError` for a damaged file.
     """
     found = {} if beside is None else read_json(beside)
     if found.get("tokenizer_class") in (None, "TokenizersBackend"):
         found["tokenizer_class"] = "PreTrainedTokenizerFast"
-    return (json.dumps(found, indent=2, ensure_ascii=False) + "\n").encode()
+    if found["tokenizer_class"] == "PreTrainedTokenizerFast":
+        found.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    if template is not None:
+        found["chat_template"] = read_json(template).get("chat_template")
+    return _as_json(found)
+
+
+def _as_json(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def text_settings(

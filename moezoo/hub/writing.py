@@ -93,6 +93,12 @@ class Plan(NamedTuple):
             **{name: len(text) for name, text in self.texts.items()},
         }
 
+    def with_texts(self, texts: Mapping[str, bytes]) -> "Plan":
+        """Return the plan with `texts` too, in place of files of their names; config.json stays the last."""
+        found = {**self.texts, **texts}
+        found["config.json"] = found.pop("config.json")
+        return self._replace(copies={k: path for k, path in self.copies.items() if k not in texts}, texts=found)
+
 
 def own_piece(tensor: Tensor, dtype: np.dtype) -> Piece:
     """Return a tensor of the model in `dtype`. Raises `UserError` for a dtype that a folder cannot have."""

@@ -23,28 +23,33 @@ from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find, run_folder
 from moezoo.config.settings import TrainConfig
 from moezoo.data.chat_template import CONFIG as TOKENIZER_CONFIG
+from moezoo.data.chat_template import TEMPLATE, TOKENS
 from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.adapters import read_adapter
+from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, training_of, write_card
 from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import CONFIG, format_argument
 from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config, with_ends
 from moezoo.hub.kept import Leaving, leaving, rounding_warnings
 from moezoo.hub.merging import MergedValues
 from moezoo.hub.opening import describe_download, find_model, open_folder
+from moezoo.hub.public_names import last_name, name_of_model, without_paths
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
 from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
 from moezoo.hub.values import FolderValues, Values
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
 from moezoo.hub.writing import Plan, write_folder
-from moezoo.models import family_of
+from moezoo.models import family_of, name_of
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
 from moezoo.training.checkpoint import read_about
+from moezoo.training.facts import run_facts
 from moezoo.training.initial import load_elsewhere
+from moezoo.training.metrics import read_metrics
 from moezoo.training.resume import flatten
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
@@ -60,6 +65,7 @@ class _Origin(NamedTuple):
         where: The folder, or the checkpoint of a run.
         wanted: The shapes of the model as they are written.
         values: Its numbers, in the dtypes of `wanted`.
+        facts: What is known for a model card, without the title.
         tokenizer: The tokenizer of a run's data, if there is one.
         text_ends: The tokens that end its texts, as far as they are known.
         chat_files: The files of its chat template, by their names in a folder.
@@ -69,7 +75,8 @@ class _Origin(NamedTuple):
     where: Path
     wanted: LanguageModel
     values: Values
-    tokenizer: Path | None
+    facts: Facts
+    tokenizer: Path | None = None
     text_ends: Sequence[int] = ()
     chat_files: Mapping[str, Path] = MappingProxyType({})
     adapter: str = ""
@@ -139,7 +146,16 @@ class Export:
             lines += [("config.json", change) for change in self._changes]
             for use, names in self.like[1].carried.tensors.items():
                 lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
+        lines.append((README, self._describe_card()))
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
+
+    def _describe_card(self) -> str:
+        """Return whose model card the folder gets."""
+        if own := self.plan.copies.get(README):
+            return f"that of {own.parent}"
+        if self.like is None or not (self.like[0] / README).exists():
+            return "a model card"
+        return f"a model card; that of {self.like[0]} is of other weights, and is not copied"
 
     @property
     def _changes(self) -> list[str]:
@@ -252,17 +268,42 @@ def plan_export(
     if like is not None:
         base = folder_path(like, "like")
     if base is None:
-        plan = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends)
-        if origin.tokenizer is not None and origin.tokenizer.is_file():
-            beside = {TOKENIZER_CONFIG: origin.tokenizer.parent / TOKENIZER_CONFIG}
-            copies = {"tokenizer.json": origin.tokenizer, **beside, **origin.chat_files}
-            copies = {name: file for name, file in copies.items() if file.is_file()}
-            texts = {TOKENIZER_CONFIG: tokenizer_config(copies.pop(TOKENIZER_CONFIG, None)), **plan.texts}
-            plan = plan._replace(copies=copies, texts=texts)
-        return Export(origin, new, plan, None)
-    copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
-    copying = copying._replace(plan=with_ends(copying.plan, base, origin.text_ends))
-    return Export(origin, new, copying.plan, (base, copying))
+        plan, copying = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends), None
+        plan = _with_tokenizer(plan, origin)
+    else:
+        copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
+        plan = with_ends(copying.plan, base, origin.text_ends)
+    plan = without_paths(plan)
+    # A copy keeps the card of its folder, which describes the same weights.
+    if README not in plan.copies or base != path or adapter is not None or rounds_to is not None:
+        config = origin.wanted.config
+        total, active = count_parameters(origin.wanted, config.experts_per_token)
+        sizes = f"{total:,} parameters, of which {active:,} are active per token"
+        what = f"{origin.facts.what} It is of the family {name_of(config)} and has {sizes}."
+        facts = origin.facts._replace(name=last_name(new), what=what)
+        if rounds_to is not None:
+            rounded = f"{what} Weights of layers are rounded to {rounds_to.name}."
+            facts = facts._replace(what=rounded, relation=facts.relation or "quantized")
+        if base is not None and not facts.license:
+            facts = facts._replace(license=license_of(read_card(base)))
+        facts = facts._replace(prompt=prompt_of({**plan.copies, **plan.texts}, facts.prompt))
+        plan = plan.with_texts({README: write_card(facts).encode()})
+    return Export(origin, new, plan, None if base is None or copying is None else (base, copying._replace(plan=plan)))
+
+
+def _with_tokenizer(plan: Plan, origin: _Origin) -> Plan:
+    """Return a plan with the tokenizer of a run's data, if the file is there, its class and its chat template."""
+    if origin.tokenizer is None or not origin.tokenizer.is_file():
+        return plan
+    beside = {name: origin.tokenizer.parent / name for name in (TOKENIZER_CONFIG, TOKENS, TEMPLATE)}
+    copies = {**beside, **origin.chat_files}
+    if (template := copies.pop(TOKENIZER_CONFIG)) != beside[TOKENIZER_CONFIG]:  # data.template is a .json file
+        del copies[TEMPLATE]
+    else:
+        template = None
+    own = beside[TOKENIZER_CONFIG] if beside[TOKENIZER_CONFIG].is_file() else None
+    copies = {"tokenizer.json": origin.tokenizer, **{k: path for k, path in copies.items() if path.is_file()}}
+    return plan._replace(copies=copies).with_texts({TOKENIZER_CONFIG: tokenizer_config(own, template)})
 
 
 def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:
@@ -284,7 +325,10 @@ def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:
     saved, dtype = blueprint_of(cfg).shapes, dtype or _base_dtype(cfg)
     wanted = saved if dtype is None else Blueprint(cfg.model, dtype).shapes
     values = SavedValues(checkpoint, about, saved, wanted, load_elsewhere(cfg))
-    return _Origin(checkpoint, wanted, values, cfg.data.tokenizer_file(), _text_ends(cfg), cfg.data.chat_files())
+    rows = read_metrics(checkpoints.parent / "metrics.jsonl", until=step)
+    facts = run_facts(about, rows, step, cfg.init_from)
+    tokenizer = cfg.data.tokenizer_file()
+    return _Origin(checkpoint, wanted, values, facts, tokenizer, _text_ends(cfg), cfg.data.chat_files())
 
 
 def _base_dtype(cfg: TrainConfig) -> str | None:
@@ -325,6 +369,15 @@ def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
         whole = FolderValues(found.holdings, found.shapes)
         pairs.copies.check(whole)
         values = MergedValues(whole, pairs, shapes)
-        return _Origin(path, shapes, values, None, adapter=pairs.describe())
+        merged = Facts(
+            "",
+            "The base, with low-rank pairs merged into its weights.",
+            name_of_model(path),
+            "finetune",
+            training=training_of(read_card(pairs.folder)) or None,
+        )
+        return _Origin(path, shapes, values, merged, adapter=pairs.describe())
     found = find_model(source, dtype or "stored")
-    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), None)
+    training = training_of(read_card(path)) or None
+    facts = Facts("", "A copy of the base, written by moezoo.", name_of_model(path), training=training)
+    return _Origin(path, found.shapes, FolderValues(found.holdings, found.shapes), facts)

@@ -29,6 +29,7 @@ from moezoo.trackers import MetricsRow, Writer
 from moezoo.training import report
 from moezoo.training.checkpoint import FROZEN, Checkpoints
 from moezoo.training.evaluate import Evaluation, Evaluator
+from moezoo.training.facts import record_data
 from moezoo.training.feed import Feed
 from moezoo.training.initial import as_saved_pieces
 from moezoo.training.profiler import Profiler, naming_operations
@@ -301,7 +302,7 @@ class Loop:
                 trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
                 if not self.checkpoints.keeps_frozen:
                     trees["model"] = eqx.combine(trees["model"], trees.pop(FROZEN))
-        about = describe_run(self.cfg, loader_state(read, self._source, self.seen))
+        about = describe_run(self.cfg, loader_state(read, self._source, self.seen), record_data(self._source))
         self.checkpoints.save(number, trees, about, best=self.validations.step)
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:

@@ -116,7 +116,7 @@ def _is_same_text(*paths: Any) -> bool:
     return all(isinstance(path, str) for path in paths) and is_same_file(*(Path(os.path.expanduser(p)) for p in paths))
 
 
-def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
+def describe_run(cfg: TrainConfig, loader: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what about.json records. All randomness of a run follows from its seed and its position in the data."""
     key = jax.random.key_data(jax.random.key(cfg.seed))
     names = ("moezoo", "jax", "equinox", "optax", "orbax-checkpoint")
@@ -126,6 +126,7 @@ def describe_run(cfg: TrainConfig, loader: Mapping[str, Any]) -> dict[str, Any]:
         "processes": distributed.count(),
         "random_key": key.tolist(),
         "loader": dict(loader),
+        "data": dict(data),
         "config": as_mapping(run_settings(cfg)),
     }
 

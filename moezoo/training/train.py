@@ -19,6 +19,7 @@ from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
 from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
 from moezoo.hub.adapters import write_adapter
+from moezoo.hub.public_names import last_name
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layers_with_experts
@@ -31,13 +32,21 @@ from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step
 from moezoo.training.checkpoint import Checkpoints, read_about
 from moezoo.training.evaluate import Evaluation
+from moezoo.training.facts import record_data, run_facts
 from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_idle, check_shared, choose, list_saved, opened
 from moezoo.training.initial import restore_run
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import list_damaged, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
-from moezoo.training.resume import flatten, list_changes, list_rate_change, read_batch_count, run_settings
+from moezoo.training.resume import (
+    describe_run,
+    flatten,
+    list_changes,
+    list_rate_change,
+    read_batch_count,
+    run_settings,
+)
 from moezoo.training.room import check_disk, check_memory
 from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
@@ -186,8 +195,11 @@ def _train(
         finally:
             checkpoints.close()
     if not isinstance(cfg.adapter, NoAdapter):
+        done = log.history[-1]["step"] if log.history else 0
+        about = describe_run(cfg, {}, record_data(source))
+        facts = run_facts(about, log.history, done, cfg.init_from)._replace(name=last_name(folder))
         place = {"base": cfg.init_from, "base_sha256": cfg.init_sha256}
-        write_adapter(state.model, folder / "adapter", **place, existing="replace")
+        write_adapter(state.model, folder / "adapter", **place, existing="replace", facts=facts)
     text = sample(state.model, source, cfg, execution)
     if distributed.is_first():
         with writing_to("run_dir", folder):

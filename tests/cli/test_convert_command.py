@@ -60,7 +60,8 @@ def folder(run, tmp_path_factory) -> Path:
 
 
 def read_files(folder: Path, *apart: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in apart}
+    """Return all files but the model card, which `save_pretrained` does not write."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("README.md", *apart)}
 
 
 def test_a_run_becomes_a_folder(run, folder, tmp_path, console):
@@ -69,10 +70,11 @@ def test_a_run_becomes_a_folder(run, folder, tmp_path, console):
     assert (code, err) == (0, "")
     total, _ = count_parameters(moezoo.load_run(run)[0], 2)
     files = read_files(folder, "tokenizer.json", "modeling.py")
-    size = sum(map(len, files.values()))
+    size = sum(map(len, files.values())) + (tmp_path / "new" / "README.md").stat().st_size
     assert out.splitlines() == [
         f"from        {run}/checkpoints/1: deepseek, {total:,} parameters in float32",
-        f"to          new: {size:,} bytes, {len(files) - 2} files of weights in float32 and 2 others",
+        f"to          new: {size:,} bytes, {len(files) - 2} files of weights in float32 and 3 others",
+        "README.md   a model card",
         "written     new",
     ]
     assert read_files(tmp_path / "new") == files
@@ -211,7 +213,7 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     _, out, _ = console("convert", "run", "new")
     assert f"tokenizer   {tmp_path}/words.json\ntexts       no token is known to end them\n" in out
     assert (tmp_path / "new" / "tokenizer.json").read_text() == '{"words": 1}'
-    common = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    common = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text()) == common
     # What stands beside the tokenizer, with a class that transformers 4 has too.
     for number, (beside, expected) in enumerate(

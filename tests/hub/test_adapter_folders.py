@@ -621,6 +621,7 @@ def test_what_is_not_saved(adapter, tmp_path):
     save_adapter(model, tmp_path / "b", existing="replace")
     assert_same(load_adapter(model, tmp_path / "b"), model)
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     ]

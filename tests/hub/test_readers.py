@@ -7,11 +7,12 @@ Marked `peers4`: transformers 4.57, in a folder of its own before the other libr
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from tiny_models import CONFIGS, YARN, deepseek_v2, deepseek_v3, gpt_oss, mistra
 from tokenizers_of_kinds import TEXT, sentence_piece
 
 from moezoo.data.tokenizer import folder_tokenizer
+from moezoo.hub.card import Facts, Prompt, write_card
 from moezoo.hub.folders import tokenizer_config
 from moezoo.models import family_of
 from moezoo.nn.llama3 import Llama3
@@ -83,13 +85,10 @@ def cases(names: Any) -> list[Any]:
     return [pytest.param(name, marks=() if name in NOT_FULL else pytest.mark.full) for name in names]
 
 
-def assert_reads(written: Any, name: str, version: str, path: str) -> None:
-    """Assert that a version of transformers, which is first on `path`, computes our logits and makes our ids."""
-    pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
-    folder, wanted = written(name)
-    program = [sys.executable, "-W", "ignore", Path(__file__).with_name("read_folders.py")]
+def run(path: str, *program: Any) -> list[str]:
+    """Return the lines that a program prints with the transformers that is first on `path`."""
     done = subprocess.run(
-        [*program, json.dumps(TOKENS.tolist()), TEXT, folder],
+        [sys.executable, "-W", "ignore", *program],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -97,12 +96,35 @@ def assert_reads(written: Any, name: str, version: str, path: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()
+
+
+def assert_reads(written: Any, name: str, version: str, path: str) -> None:
+    """Assert that a version of transformers, which is first on `path`, computes our logits and makes our ids."""
+    pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
+    folder, wanted = written(name)
+    program = Path(__file__).with_name("read_folders.py")
+    found = json.loads(run(path, program, json.dumps(TOKENS.tolist()), TEXT, folder)[-1])
     assert found["version"].startswith(version), "pip install --target .ci/peers4 transformers==4.57.1"
     (read,) = found["folders"]
     assert read["ids"] == folder_tokenizer(folder).encode(TEXT)
     # About a thousand products, each rounded to 6e-8; a wrong rotation changes logits by more than 0.1.
     np.testing.assert_allclose(wanted, read["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.peers4
+def test_programs_of_cards(save, tmp_path):
+    """What a card says of loading in transformers works, for each kind of prompt (5: `test_cards.py`)."""
+    pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
+    shutil.copytree(save(replace(PLAIN["mixtral"], vocab=430)).folder, folder := tmp_path / "folder")
+    sentence_piece().save(str(folder / "tokenizer.json"))
+    (tmp_path / "template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}?"}))
+    (folder / "tokenizer_config.json").write_bytes(tokenizer_config(None, tmp_path / "template.json"))
+    cards = [write_card(Facts("", "", prompt=prompt)) for prompt in get_args(Prompt)]
+    programs = [card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(folder)) for card in cards]
+    # This model has more tokens than bytes.
+    programs = [program.replace("bytes(ids.tolist())", "bytes(i % 256 for i in ids.tolist())") for program in programs]
+    assert run(str(OLDER), "-c", "\n".join([*programs, "print(transformers.__version__)"]))[-1].startswith("4.57.")
 
 
 # Keys that transformers' classes do not have, with which vLLM 0.33.0 and SGLang 0.5.23 compute what we do.
