@@ -34,7 +34,7 @@ def read_rows(file: BinaryIO, path: Path | None, kind: str, shown: str, choose: 
         choose: Chooses columns.
 
     Raises:
-        UserError: The library pyarrow is missing; the file is damaged; two chosen columns have one name; text is not UTF-8.
+        UserError: The library pyarrow is missing; the file is damaged; two chosen columns have one name; not UTF-8.
     """
     pyarrow = _library(shown)
     number = 0
