@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from moezoo.data.corpus import Corpus
+from moezoo.data.held_out import SHARE
 from moezoo.data.packing import Packing, fit
 from moezoo.data.source import Source
 from moezoo.errors import UserError, check_type
@@ -67,6 +68,17 @@ class DataSettings(abc.ABC):
     def chat_files(self) -> dict[str, Path]:
         """Return the files by which a Hugging Face folder shows its chat template, by their names there, if any."""
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutSettings(DataSettings):
+    """The settings of a source of which a part is held out for validation.
+
+    - `held_out`: the share of its documents, or of its tokens where whole documents cannot be, as in
+      `moezoo.data.held_out`; without effect where validation documents are named.
+    """
+
+    held_out: Annotated[float, Range(above=0, at_most=0.5)] = dataclasses.field(default=SHARE, kw_only=True)
 
 
 Use = Literal["training", "validation", "all"]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 
 from moezoo.data.corpus import Corpus, Ids, concatenate
 from moezoo.data.documents import Document, Make, all_of_text, describe_nul, tokenize
 from moezoo.data.files import Found
-from moezoo.data.token_files import read_token_files, verify, write_token_files
+from moezoo.data.token_files import hash_documents, read_token_files, verify, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, Tokenizer
 from moezoo.errors import UserError
 from moezoo.host import processors, user_cache
@@ -39,6 +39,7 @@ class Kept(NamedTuple):
     - `names`: the name of each document, or none;
     - `shards`: the index in the ids at which each shard begins;
     - `sha256`: of all ids and, with one, of the mask;
+    - `hashes`: of the content of each document, as `hash_contents` returns them;
     - `about`: what `How.about` returned, with a note of NUL characters.
     """
 
@@ -46,6 +47,7 @@ class Kept(NamedTuple):
     names: list[str]
     shards: Int64[np.ndarray, "shards"]
     sha256: str
+    hashes: UInt64[np.ndarray, "documents"]
     about: Mapping[str, Any]
 
 
@@ -73,7 +75,9 @@ class How(NamedTuple):
 
 def nothing(dtype: np.dtype) -> Kept:
     """Return what an entry without documents would hold."""
-    return Kept(concatenate([], dtype), [], np.zeros(1, np.int64), hashlib.sha256().hexdigest(), {})
+    return Kept(
+        concatenate([], dtype), [], np.zeros(1, np.int64), hashlib.sha256().hexdigest(), np.zeros(0, np.uint64), {}
+    )
 
 
 def cache_folder(cache: str) -> Path:
@@ -118,7 +122,8 @@ def kept(folder: Path, found: Found, documents: Iterable[Document], how: How) ->
         verify(path, files)
         metadata = files.metadata
         shards = np.array(metadata["shards"], np.int64)
-        return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"], metadata["about"])
+        hashes = hash_documents(files.corpus, metadata["sha256"])
+        return Kept(files.corpus, list(metadata["names"]), shards, metadata["sha256"], hashes, metadata["about"])
     except (UserError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{show(str(entry))} is damaged; remove this folder, and start again ({error})") from error
 

@@ -20,10 +20,11 @@ from moezoo.data.chat_records import ROLES, read_chat
 from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
-from moezoo.data.corpus import HELD_OUT, Ids, Split, hold_out, select_held_out_by_index
+from moezoo.data.corpus import Ids
 from moezoo.data.documents import Document, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
+from moezoo.data.held_out import Split, hold_out_chats
 from moezoo.data.json_values import parse_record
 from moezoo.data.packing import Packing
 from moezoo.data.records import SUFFIXES, read_records
@@ -124,14 +125,11 @@ class Chat(FileSettings):
         return facts
 
     def split(self, read: Kept) -> Split:
-        if self.loss_on == "each" and len(set(read.names)) > 1:  # all turns of a chat are on the same side
-            chats = np.array(read.names, np.int64)
-            held_out = hold_out(read.corpus, select_held_out_by_index(chats.max() + 1)[chats])
-            return held_out._replace(how=f"1 chat in {HELD_OUT}, by a hash of its index")
-        # The hash of an index holds out one of two documents; of a single one, the end would be held out.
-        if read.corpus.documents < 2:
-            raise UserError(f"data.path={self.path} has one chat alone; give more, or set data.validation")
-        return super().split(read)
+        chats = np.arange(read.corpus.documents)
+        if self.loss_on == "each":  # all turns of a chat are on the same side
+            chats = np.unique(np.array(read.names, np.int64), return_inverse=True)[1]
+        shown = show(f"data.path={self.path}")
+        return hold_out_chats(read.corpus, self.held_out, hashes=read.hashes, chats=chats, shown=shown)
 
     def encode_line(self, number: int) -> list[EncodedChat]:
         """Return what is trained of chat number `number`, from 1, of `path`. Raises `UserError` as training on it."""

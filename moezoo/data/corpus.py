@@ -1,16 +1,11 @@
-"""Documents as one long array of tokens, and the choice of those that are held out for validation."""
+"""Documents as one long array of tokens."""
 
 import dataclasses
 import hashlib
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64, Shaped, UInt
-
-# One document in 20 is held out, or the last 20th of the tokens where whole documents cannot be.
-HELD_OUT = 20
 
 
 class Ids(NamedTuple):
@@ -94,23 +89,6 @@ def dtype_for(vocab: int) -> np.dtype:
     return np.dtype(np.uint8 if vocab <= 2**8 else np.uint16 if vocab <= 2**16 else np.uint32)
 
 
-def select_held_out_by_name(names: Sequence[str]) -> Bool[np.ndarray, "documents"]:
-    """Return which documents are for validation; the choice for a name does not depend on the other documents."""
-    hashes = [int(hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest(), 16) for name in names]
-    return np.array([value % HELD_OUT == 0 for value in hashes], bool)
-
-
-def select_held_out_by_index(documents: int) -> Bool[np.ndarray, "documents"]:
-    """Return which of `documents` documents without names are for validation, by a hash of their index.
-
-    The hash is splitmix64 (Steele et al., 2014): there may be many millions of documents, too many for SHA-256.
-    """
-    x = np.arange(1, documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (x ^ (x >> np.uint64(31))) % np.uint64(HELD_OUT) == 0
-
-
 def digest(corpus: Corpus) -> str:
     """Return the first 16 digits of the SHA-256 of all tokens that are stored without a mask: those of both splits."""
     assert corpus.mask is None
@@ -129,26 +107,3 @@ def fingerprint(corpus: Corpus) -> str:
         if corpus.mask is not None:
             hashed.update(np.ascontiguousarray(corpus.mask[at : at + 2**16]).data)
     return hashed.hexdigest()[:16]
-
-
-class Split(NamedTuple):
-    """Training and validation documents, a description of the split, and the validation documents' names, if any.
-
-    `whole` has the documents of both in their order, where validation documents are held out of them.
-    """
-
-    train: Corpus
-    validation: Corpus
-    how: str
-    held_out: tuple[str, ...] = ()
-    whole: Corpus | None = None
-
-
-def hold_out(corpus: Corpus, chosen: Bool[np.ndarray, "documents"], names: Sequence[str] = ()) -> Split:
-    """Hold out the chosen documents, or the last tokens of the stream if a split would be empty otherwise."""
-    train, validation = corpus.select(~chosen), corpus.select(chosen)
-    if len(train) and len(validation):
-        how = f"1 in {HELD_OUT}, by a hash of its {'name' if names else 'index'}"
-        return Split(train, validation, how, tuple(itertools.compress(names, chosen)), corpus)
-    train, validation = corpus.cut(len(corpus) - len(corpus) // HELD_OUT)
-    return Split(train, validation, f"the last {100 // HELD_OUT}% of the tokens", whole=corpus)

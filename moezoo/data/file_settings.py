@@ -9,17 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moezoo.data.base import DataSettings, naming
+from moezoo.data.base import DataSettings, HeldOutSettings, naming
 from moezoo.data.cache import How, Kept, cache_folder, kept, nothing
-from moezoo.data.corpus import (
-    Split,
-    dtype_for,
-    hold_out,
-    select_held_out_by_index,
-    select_held_out_by_name,
-)
+from moezoo.data.corpus import dtype_for
 from moezoo.data.documents import Document
 from moezoo.data.files import Found, find_files
+from moezoo.data.held_out import Split, hold_out, own_validation
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import HuggingFace, Tokenizer, end_id, text_tokenizer
 from moezoo.errors import UserError
@@ -27,14 +22,13 @@ from moezoo.typed import show
 
 
 @dataclasses.dataclass(frozen=True)
-class FileSettings(DataSettings):
+class FileSettings(HeldOutSettings):
     """The settings of a source that reads documents from files.
 
     - `path`: a file, a folder, or a pattern such as `texts/*.txt`; an evaluation on `validation` needs none;
     - `tokenizer`: a Hugging Face `tokenizer.json`; None makes each byte a token;
     - `end_token`: the text of the tokenizer's token that ends each document; None adds none;
-    - `validation`: other files to validate on; None holds out a part of `path`: 1 document in 20 by a hash of its name
-      or, without names, of its index, or the last 5% of the tokens if there are few documents;
+    - `validation`: other files to validate on; None holds out a part of `path`;
     - `cache`: the folder of token ids, which later runs read; "auto" for moezoo's in the user's folder of caches.
     """
 
@@ -83,7 +77,8 @@ class FileSettings(DataSettings):
                     raise UserError(f"data.validation={own} holds every file of data.path={path}; give different files")
             read = nothing(how.dtype) if found is None else self._read(found, how)
             held_out = self._read(apart, how)
-            split = Split(read.corpus, held_out.corpus, f"data.validation={own}", tuple(held_out.names))
+            hashes, names = (read.hashes, held_out.hashes), tuple(held_out.names)
+            split = own_validation(read.corpus, held_out.corpus, f"data.validation={own}", hashes=hashes, names=names)
         split = split._replace(held_out=tuple(dict.fromkeys(split.held_out)))  # a long file is several documents
         extra = {} if found is None else self.describe(found, read)
         about = [each.about for each in (read, held_out) if each]
@@ -106,9 +101,7 @@ class FileSettings(DataSettings):
 
     def split(self, read: Kept) -> Split:
         """Return the training and the validation documents."""
-        by_name = read.names or None
-        chosen = select_held_out_by_name(by_name) if by_name else select_held_out_by_index(read.corpus.documents)
-        return hold_out(read.corpus, chosen, read.names)
+        return hold_out(read.corpus, self.held_out, hashes=read.hashes, names=read.names)
 
     def shards(self, read: Kept) -> np.ndarray | None:
         """Return the shards of the training order; None shuffles windows."""

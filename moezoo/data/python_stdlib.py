@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from moezoo.data.base import DataSettings
-from moezoo.data.corpus import concatenate, digest, hold_out, select_held_out_by_name
+from moezoo.data.base import HeldOutSettings
+from moezoo.data.corpus import concatenate, digest
 from moezoo.data.files import files_under
+from moezoo.data.held_out import hold_out
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Bytes
 from moezoo.errors import UserError
@@ -21,7 +22,7 @@ _NOT_LIBRARY = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class PythonStdlib(DataSettings):
+class PythonStdlib(HeldOutSettings):
     """The source code of the running Python's standard library as raw bytes, one document per file.
 
     It is on every machine and needs no download. Files are held out by a hash of their path.
@@ -39,5 +40,5 @@ class PythonStdlib(DataSettings):
         names = [path.relative_to(root).as_posix() for path in paths]
         # The library differs by version, so losses are comparable only if this version and the hash agree.
         version = f"{platform.python_implementation()} {platform.python_version()}"
-        split = hold_out(corpus, select_held_out_by_name(names), names)
+        split = hold_out(corpus, self.held_out, names=names)
         return make_source("python_stdlib", split, Bytes(), vocab=256, sha256=digest(corpus), of=version)

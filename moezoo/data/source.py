@@ -9,7 +9,8 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from moezoo.data.corpus import Corpus, Split, fingerprint
+from moezoo.data.corpus import Corpus, fingerprint
+from moezoo.data.held_out import Split
 from moezoo.data.packing import Packing, TooLong, fit, pack
 from moezoo.data.rows import Batch, Rows
 from moezoo.data.token_bytes import TokenBytes
@@ -34,7 +35,8 @@ class Source:
     - `vocab`: every token id is below it;
     - `unit`: what a token is, "byte" or "token"; losses are in nats per unit;
     - `summary`: facts about the data, as title and text: the size of both splits ("train", "validation"), the choice
-      of validation documents ("held out"), and those of the kind of data, such as "sha256" of all token ids;
+      of validation documents ("held out"), how many documents equal others, if any ("duplicates"), and those of the
+      kind of data, such as "sha256" of all token ids;
     - `held_out`: the names of the validation documents, if documents have names and whole ones are held out;
     - `shards`: int64 [shards], the index in the stored training tokens at which each shard begins: an epoch reads
       shards in a random order, and the documents of each; None shuffles windows instead;
@@ -131,13 +133,14 @@ def make_source(name: str, split: Split, tokenizer: Tokenizer, /, *, vocab: int,
         side: f"{len(corpus):,} {unit}s in {corpus.documents:,} document{'s' * (corpus.documents != 1)}"
         for side, corpus in (("train", split.train), ("validation", split.validation))
     }
+    duplicates = {"duplicates": split.duplicates} if split.duplicates else {}
     return Source(
         name=name,
         train=split.train,
         validation=split.validation,
         vocab=vocab,
         unit=unit,
-        summary={**sizes, "held out": split.how, **summary},
+        summary={**sizes, "held out": split.how, **duplicates, **summary},
         held_out=split.held_out,
         encode=tokenizer.encode,
         decode=tokenizer.decode,

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import numpy as np
 
-from moezoo.data.base import DataSettings
-from moezoo.data.corpus import Corpus, dtype_for, hold_out, select_held_out_by_index
+from moezoo.data.base import HeldOutSettings
+from moezoo.data.corpus import Corpus, dtype_for
+from moezoo.data.held_out import hash_numbers, hold_out
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError
@@ -19,7 +20,7 @@ _MOST = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Synthetic(DataSettings):
+class Synthetic(HeldOutSettings):
     """A random Markov chain: each token has `successors` equally likely next tokens.
 
     No model can reach a loss below ln(`successors`) nats per token. There are `documents` documents of
@@ -60,6 +61,8 @@ class Synthetic(DataSettings):
             choice = random.integers(self.successors, size=self.documents)
             tokens[:, step] = successors[tokens[:, step - 1], choice]
         offsets = np.arange(self.documents + 1, dtype=np.int64) * self.document_length
-        split = hold_out(Corpus.from_tokens(tokens.reshape(-1), offsets), select_held_out_by_index(self.documents))
+        corpus = Corpus.from_tokens(tokens.reshape(-1), offsets)
+        # By index, so that the sizes of both splits are the same for every seed.
+        split = hold_out(corpus, self.held_out, hashes=hash_numbers(self.documents), by="index")
         floor = f"ln {self.successors} = {math.log(self.successors):.4f} nats per token (the lowest possible loss)"
         return make_source("synthetic", split, Numbers(self.vocab), vocab=self.vocab, entropy=floor)

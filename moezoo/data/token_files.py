@@ -9,7 +9,7 @@
 
 NumPy alone makes such files from int64 ids, here of two documents:
 
-    ids, lengths = np.arange(20_000) % 700, np.full(100, 200)  # int64 ids of 100 documents, and their lengths
+    ids, lengths = np.arange(20_000) % 699, np.full(100, 200)  # int64 ids of 100 documents, and their lengths
     np.save("tokens.npy", ids.astype(np.uint32))
     np.save("tokens.offsets.npy", np.cumsum([0, *lengths]))
 
@@ -29,10 +29,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from jaxtyping import UInt64
 from numpy.lib import format as npy
 
 import moezoo.interrupts as interrupts
 from moezoo.data.corpus import Corpus, Ids
+from moezoo.data.held_out import hash_contents
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError
 from moezoo.host import check_file, user_cache
@@ -165,10 +167,7 @@ def hash_ids(path: Path, corpus: Corpus, *, known: bool = True) -> str:
                     return kept
             found, after = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno())
         if entry and _kept_hash(path, after) == entry:
-            with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
-                entry.parent.mkdir(parents=True, exist_ok=True)
-                (new := entry.with_suffix(f".{os.getpid()}.partial")).write_text(found)
-                os.replace(new, entry)
+            _keep(entry, lambda file: file.write(found.encode()))
         return found
 
     mask = None if corpus.mask is None else digest(corpus.mask, beside(path).mask)
@@ -182,6 +181,36 @@ def _kept_hash(path: Path, state: os.stat_result) -> Path | None:
     facts = (path.resolve(), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
     with contextlib.suppress(UserError):  # a user without a home folder
         return user_cache() / "hashes" / hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()[:32]
+
+
+def hash_documents(corpus: Corpus, sha256: str) -> UInt64[np.ndarray, "documents"]:
+    """Return `hash_contents` of token files, of which `sha256` is what `hash_ids` returns.
+
+    Those of a large file are kept in the user's cache: a later run reads none of it.
+    """
+    entry = None
+    if corpus.tokens.nbytes >= _KEPT_BYTES:
+        facts = f"{sha256} {corpus.tokens.dtype} {hashlib.sha256(corpus.offsets.data).hexdigest()}"
+        with contextlib.suppress(UserError):  # a user without a home folder
+            entry = user_cache() / "hashes" / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.npy"
+    if entry:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            kept = np.load(entry)
+            if kept.dtype == np.uint64 and kept.shape == corpus.starts.shape:
+                return kept
+    found = hash_contents(corpus)
+    if entry:
+        _keep(entry, lambda file: np.save(file, found))
+    return found
+
+
+def _keep(entry: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let `write` make a file of the user's cache, which appears complete or not at all."""
+    with contextlib.suppress(OSError):  # a cache that cannot be written only costs time
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with (new := entry.with_suffix(f".{os.getpid()}.partial")).open("wb") as file:
+            write(file)
+        os.replace(new, entry)
 
 
 def verify(path: Path, files: "TokenFiles") -> None:

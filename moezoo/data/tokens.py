@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from moezoo.data.base import DataSettings
-from moezoo.data.corpus import Ids, Split, hold_out, select_held_out_by_index
+from moezoo.data.base import HeldOutSettings
+from moezoo.data.corpus import Ids
 from moezoo.data.documents import all_of_text, tokenize
 from moezoo.data.files import describe_skipped, find_files, read_texts
+from moezoo.data.held_out import hold_out, own_validation
 from moezoo.data.jsonl import Jsonl
 from moezoo.data.records import SUFFIXES
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.token_files import TokenFiles, beside, hash_ids, read_token_files, write_token_files
+from moezoo.data.token_files import TokenFiles, beside, hash_documents, hash_ids, read_token_files, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import convert, show
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens(DataSettings):
+class Tokens(HeldOutSettings):
     """Files of token ids, which stay on disk; `moezoo.data.token_files` describes their format.
 
     - `path`: the `.npy` file of ids; its `.offsets.npy` file must be next to it;
-    - `validation`: a second such file to validate on; None holds out a part of `path`: 1 document in 20 by a hash of
-      its index, or the last 5% of the tokens if there are few documents.
+    - `validation`: a second such file to validate on; None holds out a part of `path`.
     """
 
     path: str | None = None
@@ -47,18 +47,21 @@ class Tokens(DataSettings):
         path = Path(os.path.expanduser(self.path))
         corpus, metadata = _read(path, vocab, key="data.path")
         needed = metadata["vocab"]
+        # Not that of NAME.json: the ids may have been edited since.
+        sha256 = hash_ids(path, corpus)
+        hashes = hash_documents(corpus, sha256)
         if self.validation is None:
-            split = hold_out(corpus, select_held_out_by_index(corpus.documents))
+            split = hold_out(corpus, self.held_out, hashes=hashes)
         else:
             other = Path(os.path.expanduser(self.validation))
             validation, its_metadata = _read(other, vocab, key="data.validation")
             if path.samefile(other):
                 raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
             needed = max(needed, its_metadata["vocab"])
-            split = Split(corpus, validation, f"data.validation={other}")
-        # Not that of NAME.json: the ids may have been edited since.
-        sha256 = hash_ids(path, corpus)[:16]
-        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, sha256=sha256)
+            its_hashes = hash_documents(validation, hash_ids(other, validation))
+            how = f"data.validation={other}"
+            split = own_validation(corpus, validation, how, hashes=(hashes, its_hashes))
+        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, sha256=sha256[:16])
 
     @property
     def has_own_validation(self) -> bool:

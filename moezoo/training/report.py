@@ -346,6 +346,7 @@ def data_rows(source: Source) -> list[tuple[str, str]]:
             ),
         ]
     train, validation, split = (facts.pop(key) for key in ("train", "validation", "held out"))
+    duplicates = facts.pop("duplicates", None)
     if "sha256" in facts:
         facts["sha256 of all token ids"] = facts.pop("sha256")
     named = f"; names in {HELD_OUT_FILE}" if source.held_out else ""
@@ -353,6 +354,7 @@ def data_rows(source: Source) -> list[tuple[str, str]]:
         ("data", ", ".join([source.name, *(f"{key} {value}" for key, value in facts.items())])),
         ("training", train),
         ("validation", f"{validation}: {split}{named}"),
+        *([("duplicates", duplicates)] if duplicates else []),
         *(("note", line) for line in source.notes),
     ]
 

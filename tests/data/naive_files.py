@@ -5,18 +5,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 Encode = Callable[[str], list[int]]
 
 
-class Shard(NamedTuple):
-    """The documents of a shard, as token ids, and the number of each among all documents."""
-
-    documents: list[list[int]]
-    numbers: list[int]
+Shard = list[list[int]]  # documents, as token ids
 
 
 def read_lines(folder: Path) -> list[str]:
@@ -31,30 +26,43 @@ def read_lines(folder: Path) -> list[str]:
 
 def cut_by_size(texts: list[str], encode: Encode, size: int) -> list[Shard]:
     """Return shards of at least `size` bytes of text, the last one of the rest."""
-    shards, room = [Shard([], [])], size
-    for number, text in enumerate(texts):
+    shards, room = [Shard()], size
+    for text in texts:
         if room <= 0:
-            shards.append(Shard([], []))
+            shards.append(Shard())
             room = size
-        shards[-1].documents.append(encode(text))
-        shards[-1].numbers.append(number)
+        shards[-1].append(encode(text))
         room -= len(text.encode())
     return shards
 
 
-def is_held_out(number: int) -> bool:
-    """Return whether splitmix64 of a document's number, from 1, is a multiple of 20."""
-    x = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+def mix(x: int) -> int:
+    """Return the last step of splitmix64."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return (x ^ (x >> 31)) % 20 == 0
+    return x ^ (x >> 31)
+
+
+def content_hash(document: list[int]) -> int:
+    """Return the hash of a document that decides on which side it is."""
+    total = sum(mix(index * 2**32 + id) for index, id in enumerate(document))
+    return mix((total + (len(document) + 1) * 0x9E3779B97F4A7C15) % 2**64)
+
+
+def is_held_out(document: list[int]) -> bool:
+    """Return whether 1/20 of all documents has this one."""
+    return content_hash(document) % 20 == 0
+
+
+def chat_hash(documents: list[list[int]]) -> int:
+    """Return the hash of a chat, of which each document is a part."""
+    hashes = [(content_hash(document) + (i + 1) * 0x9E3779B97F4A7C15) % 2**64 for i, document in enumerate(documents)]
+    return mix(sum(map(mix, hashes)) % 2**64)
 
 
 def rows(shards: list[Shard], *, seed: int, seq_len: int) -> Iterator[list[list[int]]]:
     """Yield the tokens, labels, segments and positions of one row after another, epoch after epoch, without end."""
-    chosen = [
-        [document for document, number in zip(*shard, strict=True) if not is_held_out(number)] for shard in shards
-    ]
+    chosen = [[document for document in shard if not is_held_out(document)] for shard in shards]
     for epoch in itertools.count():
         draw = iter(np.random.Philox(key=[seed, epoch]).random_raw(10**5).tolist())
         of_shard = [next(draw) for _ in chosen]
@@ -114,12 +122,7 @@ def lay_out(documents: list[list[int]], seq_len: int) -> Row:
 def packed_rows(shards: list[Shard], *, seed: int, seq_len: int, buffer: int) -> Iterator[Row]:
     """Yield packed rows of the documents that are trained on, epoch after epoch, without end."""
     chosen = [
-        [
-            part
-            for document, number in zip(*shard, strict=True)
-            if not is_held_out(number)
-            for part in cut_long(document, seq_len)
-        ]
+        [part for document in shard if not is_held_out(document) for part in cut_long(document, seq_len)]
         for shard in shards
     ]
     for epoch in itertools.count():

@@ -7,8 +7,9 @@ import pytest
 from refusals import refused
 
 from moezoo.data import Source, Synthetic, Tokens, load, train_batches, validation_batches
-from moezoo.data.corpus import Ids, Split, concatenate
+from moezoo.data.corpus import Ids, concatenate
 from moezoo.data.epochs import make_epochs
+from moezoo.data.held_out import Split
 from moezoo.data.source import make_source
 from moezoo.data.token_files import write_token_files
 from moezoo.data.tokenizer import Numbers

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import naive_files as naive
 import numpy as np
 import pytest
 from chat_styles import PLAIN, QWEN, THINKING, WITH_TOOL, save_tokenizer
@@ -18,7 +19,6 @@ from moezoo.data import Chat, Source, chat_renderer, load
 from moezoo.data.chat import folder_format
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
-from moezoo.data.corpus import select_held_out_by_index
 from moezoo.data.epochs import PackedEpochs, make_epochs
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
@@ -65,12 +65,13 @@ def documents(source: Source) -> list[tuple[list[int], list[bool]]]:
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "each", "all"])
 def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     """With and without the cache, from plain and packed files; jinja2 renders only what is not in the cache."""
-    records = CHATS * 6
-    held_out = select_held_out_by_index(len(records))
+    records = CHATS + [{"prompt": f"{i}", "completion": "b"} for i in range(20)] + CHATS
     with ChatFormat(settings(tmp_path, folder).read_template(), tokenizer(folder), "2025-01-01") as chats:
         encoded = [chats.examples(read_chat(record), loss_on) for record in records]
     made = [[(each.ids.tolist(), each.mask.tolist()) for each in examples] for examples in encoded]
-    # All examples of a chat are on the same side.
+    # All examples of a chat are on the same side, and equal chats too.
+    held_out = [naive.chat_hash([ids for ids, _ in examples]) % 20 == 0 for examples in made]
+    assert 0 < sum(held_out) < len(records)
     expected = [m for m, out in zip(made, held_out, strict=True) if not out for m in m]
     expected += [m for m, out in zip(made, held_out, strict=True) if out for m in m]
     (tmp_path / "chats").mkdir()
@@ -80,7 +81,9 @@ def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     source = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
     assert documents(source) == expected
     assert source.vocab == 259
-    counted = "42, one for each turn of 30 chats" if loss_on == "each" else None
+    assert source.summary["held out"] == "1 chat in 20, by a hash of its content"
+    assert source.summary["duplicates"] == "5 of 30 chats equal an earlier one"
+    counted = "34, one for each turn of 30 chats" if loss_on == "each" else None
     assert source.summary.get("examples") == counted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat_renderer._Child, "start", None)
@@ -115,7 +118,8 @@ def test_what_a_user_should_know_of_chats(folder, tmp_path, monkeypatch):
 
 def test_nul_characters_are_counted(folder, tmp_path):
     """In what is trained: other keys have no effect."""
-    records = [{"messages": [{"role": "user", "content": "a\0"}, *PLAIN[2:3]], "other": "\0"} for _ in range(3)]
+    asked = [{"role": "user", "content": f"{i}\0"} for i in range(3)]
+    records = [{"messages": [each, *PLAIN[2:3]], "other": "\0"} for each in asked]
     (note,) = load_chats(settings(write(tmp_path / "a.jsonl", records), folder)).notes
     assert note.startswith(f"3 NUL characters in 3 documents, such as data.path={tmp_path}/a.jsonl line 1;")
 
@@ -125,7 +129,10 @@ def tokenizer(folder: Path) -> HuggingFace:
 
 
 def test_everything_that_decides_the_tokens_makes_another_entry(folder, tmp_path):
-    path = write(tmp_path / "a.jsonl", [{**record, "also": PLAIN} for record in CHATS])
+    path = write(
+        tmp_path / "a.jsonl",
+        [{**record, "also": [{"role": "user", "content": f"{i}"}, PLAIN[2]]} for i, record in enumerate(CHATS)],
+    )
     template = tmp_path / "t.jinja"
     template.write_text(QWEN.template.replace("'You help.'", "strftime_now('%Y') + eos_token"))
     first = settings(path, folder)
@@ -162,19 +169,36 @@ def test_a_question_ends_where_the_answer_begins(folder, tmp_path):
     )
 
 
-def test_few_chats(folder, tmp_path):
-    """Each split has whole chats."""
-    source = load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:2]), folder))
-    assert (source.train.documents, source.validation.documents) == (1, 1)
-    with refused(f"data.path={tmp_path}/a.jsonl has one chat alone; give more, or set data.validation"):
-        load_chats(settings(write(tmp_path / "a.jsonl", CHATS[:1]), folder))
+@pytest.mark.parametrize("loss_on", ["assistant", "each"])
+def test_few_chats(folder, tmp_path, loss_on):
+    """Each split has whole chats, of which none is on both sides; one line says why."""
+    few = [CHATS[i] for i in (1, 0, 1, 0, 1)]
+    with ChatFormat(settings(tmp_path, folder).read_template(), tokenizer(folder), "2025-01-01") as chats:
+        made = [[each.ids.tolist() for each in chats.examples(read_chat(record), loss_on)] for record in few]
+    least = min(made, key=naive.chat_hash)
+    expected = (
+        [each for chat in made if chat != least for each in chat],
+        [each for chat in made if chat == least for each in chat],
+    )
+    source = load_chats(settings(write(tmp_path / "a.jsonl", few), folder, loss_on=loss_on))
+    assert [ids for ids, _ in documents(source)] == [*expected[0], *expected[1]]
+    assert source.train.documents == len(expected[0])
+    assert source.summary["duplicates"] == "3 of 5 chats equal an earlier one"
+    assert source.summary["held out"] == (
+        "the one with the smallest hash, since 2 different chats are too few to hold out 5%; set data.validation=FILE "
+        "to choose others"
+    )
+    for records, found in ((CHATS[:1], "one chat alone"), (CHATS[:1] * 3, "3 chats that are all equal")):
+        with refused(f"data.path={tmp_path}/a.jsonl has {found}; give more, or set data.validation"):
+            load_chats(settings(write(tmp_path / "a.jsonl", records), folder, loss_on=loss_on))
 
 
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 def test_chats_longer_than_a_row(folder, tmp_path, too_long):
     """Cut at their end, with the loss up to there, or left out; what has no loss then is in no row. All is counted."""
     seq_len, late = 50, {"messages": [{"role": "user", "content": "why? " * 9}, SHORT[1]]}
-    chat = settings(write(tmp_path / "a.jsonl", [*CHATS, late]), folder, too_long=too_long)
+    apart = str(write(tmp_path / "v.jsonl", [{"messages": [{"role": "user", "content": ""}, SHORT[1]]}]))
+    chat = settings(write(tmp_path / "a.jsonl", [*CHATS, late]), folder, too_long=too_long, validation=apart)
     source = load(chat, seq_len=seq_len, seed=0, vocab=300)
     trained = documents(source)[: source.train.documents]
     fits = [len(ids) <= seq_len + 1 for ids, _ in trained]

@@ -10,9 +10,6 @@ from moezoo.data.corpus import (
     concatenate,
     dtype_for,
     fingerprint,
-    hold_out,
-    select_held_out_by_index,
-    select_held_out_by_name,
 )
 
 documents = st.lists(st.lists(st.integers(0, 255), max_size=4), max_size=8)
@@ -80,22 +77,6 @@ def test_smallest_dtype(vocab, dtype):
     assert dtype_for(vocab) == dtype
 
 
-def test_one_document_in_twenty_whatever_the_others():
-    by_index = select_held_out_by_index(20_000)
-    assert abs(by_index.mean() - 1 / 20) < 0.005
-    np.testing.assert_array_equal(by_index[:100], select_held_out_by_index(100))
-    assert select_held_out_by_index(0).shape == (0,)
-
-    names = [f"folder/{i}.py" for i in range(4000)]
-    by_name = select_held_out_by_name(names)
-    assert abs(by_name.mean() - 1 / 20) < 0.01
-    np.testing.assert_array_equal(by_name[7:], select_held_out_by_name(names[7:]))
-    # A change of the hash would move documents from training to validation.
-    assert np.flatnonzero(by_name)[:3].tolist() == [12, 15, 47]
-    assert np.flatnonzero(by_index)[:3].tolist() == [1, 7, 23]
-    select_held_out_by_name(["not\udcff unicode"])  # names of files need not be UTF-8
-
-
 def test_a_corpus_may_have_nothing_to_predict():
     """The first token of a document is not predicted, whatever its mask says."""
     assert not build([[1], [], [2]]).predicts()
@@ -105,23 +86,3 @@ def test_a_corpus_may_have_nothing_to_predict():
     # Only of documents that are selected.
     two = build([[1, 2], [3, 4]], [[True, True], [False, False]])
     assert [two.select(np.array(chosen)).predicts() for chosen in ([True, False], [False, True])] == [True, False]
-
-
-def test_hold_out_whole_documents():
-    corpus = build([[1, 2], [3], [4, 5]])
-    split = hold_out(corpus, np.array([False, True, False]), ["a", "b", "c"])
-    assert texts_of(split.train) == [[1, 2], [4, 5]]
-    assert texts_of(split.validation) == [[3]]
-    assert split.held_out == ("b",)
-    assert split.how == "1 in 20, by a hash of its name"
-    assert hold_out(corpus, np.array([False, True, False])).how == "1 in 20, by a hash of its index"
-
-
-@pytest.mark.parametrize("chosen", [[False, False, False], [True, True, True], [False, True, False]])
-def test_hold_out_the_end_where_a_split_would_be_empty(chosen):
-    corpus = build([list(range(50)), [], list(range(50, 100))])
-    split = hold_out(corpus, np.array(chosen), ["a", "b", "c"])
-    assert texts_of(split.train) == [list(range(50)), list(range(50, 95))]
-    assert texts_of(split.validation) == [list(range(95, 100))]
-    assert split.held_out == ()
-    assert split.how == "the last 5% of the tokens"

@@ -87,14 +87,14 @@ def test_against_a_naive_reading(folder, tokenizer_file, end):
     middle = count // 2
     np.testing.assert_array_equal(take(warm, count - middle, start=middle), batches[middle:])
     assert cold.summary == warm.summary
-    assert cold.summary["held out"] == "1 in 20, by a hash of its index"
+    assert cold.summary["held out"] == "1 in 20, by a hash of its content"
 
 
 def test_bytes_are_those_of_the_texts(folder):
     source = load_jsonl(folder)
     texts = [text.encode() for text in naive.read_lines(folder)]
     assert source.train.tokens.tobytes() == b"".join(texts)
-    held_out = [text for number, text in enumerate(texts) if naive.is_held_out(number)]
+    held_out = [text for text in texts if naive.is_held_out(list(text))]
     starts, lengths = source.validation.starts, np.diff(source.validation.offsets)
     stored = source.validation.tokens
     assert [stored[s : s + n].tobytes() for s, n in zip(starts, lengths, strict=True)] == held_out
@@ -180,11 +180,11 @@ def test_everything_that_decides_the_ids_makes_another_entry(folder, tmp_path, t
     (folder / "b.jsonl").write_bytes(
         (folder / "b.jsonl").read_bytes().replace(b'"n": ', b'"also": "", "n": "').replace(b', "text"', b'", "text"')
     )
-    paths = {"tokenizer": str(tokenizer_file)}
+    paths: dict[str, Any] = {"tokenizer": str(tokenizer_file), "held_out": 0.3}
     found = [load_jsonl(folder, **paths).facts(SEQ)]
     found.append(load_jsonl(folder, **paths, end_token="<unk>").facts(SEQ))
     found.append(load_jsonl(folder, **paths, end_token="<s>").facts(SEQ))
-    found.append(load_jsonl(folder, tokenizer=str(other)).facts(SEQ))
+    found.append(load_jsonl(folder, **{**paths, "tokenizer": str(other)}).facts(SEQ))
     found.append(load_jsonl(folder / "b.jsonl", **paths).facts(SEQ))
     found.append(load_jsonl(folder / "b.jsonl", **paths, field="n").facts(SEQ))
     content, times = (folder / "b.jsonl").read_bytes(), (folder / "b.jsonl").stat()
@@ -304,7 +304,8 @@ def test_lines_are_bounded(tmp_path, monkeypatch):
     with refused(f"data.path={tmp_path}/a.jsonl line 2 has more than {len(GOOD)} bytes; write one object per line"):
         load_jsonl(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_bytes(GOOD * 60)
-    assert load_jsonl(tmp_path / "a.jsonl").train.tokens.tobytes() == b"good" * 60
+    whole = load(Jsonl(validation=str(tmp_path / "a.jsonl")), seq_len=SEQ, seed=0, vocab=256, use="validation")
+    assert whole.validation.tokens.tobytes() == b"good" * 60
     (tmp_path / "a.jsonl").write_bytes(b" " * 2**24)
     tracemalloc.start()
     with refused(f"data.path={tmp_path}/a.jsonl line 1 has more than {len(GOOD)} bytes"):

@@ -94,7 +94,8 @@ class Shouted(Jsonl):
 
 
 def test_the_cache_keeps_masks(tmp_path):
-    texts = ["lower UPPER lower", "", "ABC", "q", "what A mess OF Words"] * 30
+    kinds = ["lower UPPER lower", "", "ABC", "q", "what A mess OF Words"]
+    texts = [f"{text}{i}" for i in range(30) for text in kinds]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     def read(first):
@@ -112,7 +113,7 @@ def test_the_cache_keeps_masks(tmp_path):
 
 
 def test_a_damaged_mask_in_the_cache(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "what A mess OF Words"}\n' * 30)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i} what A mess OF Words"}}\n' for i in range(30)))
     settings = Shouted(path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "ids"))
     load(settings, seq_len=8, seed=0, vocab=256)
     (entry,) = (tmp_path / "ids").iterdir()

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from moezoo.data import Jsonl, Source, cache, load, packing, train_batches, validation_batches
-from moezoo.data.corpus import Corpus, Split, concatenate
+from moezoo.data.corpus import Corpus, concatenate
 from moezoo.data.epochs import PackedEpochs, make_epochs
+from moezoo.data.held_out import Split
 from moezoo.data.packing import fit, pack
 from moezoo.data.source import make_source
 from moezoo.data.tokenizer import Numbers
@@ -174,12 +175,12 @@ def test_epochs_against_naive_ones(folder):
     line, long, left_out = epochs.describe()
     assert line.startswith(f"whole: {epochs.fitted.inputs.documents} documents in {lengths[0]} rows in the first epoch")
     assert line.endswith(f"{100 * (batches[:, 2].reshape(-1, SEQ)[: lengths[0]] == 0).mean():.2f}% padding")
-    trained = [each for shard in shards for each, n in zip(*shard, strict=True) if not naive.is_held_out(n)]
+    trained = [each for shard in shards for each in shard if not naive.is_held_out(each)]
     longer, single = sum(len(each) > SEQ + 1 for each in trained), sum(len(each) == 1 for each in trained)
     assert long == f"{longer} documents longer than a row are cut into parts"
     assert left_out == f"{single} documents without a byte to predict are left out"
 
-    held_out = [each for shard in shards for each, n in zip(*shard, strict=True) if naive.is_held_out(n)]
+    held_out = [each for shard in shards for each in shard if naive.is_held_out(each)]
     rows = naive.pack(held_out, SEQ, BUFFER)
     found = np.concatenate([np.stack(b) for b in validation_batches(cold, seq_len=SEQ, batch_size=3, limit=0)], axis=1)
     assert found.transpose(1, 0, 2)[: len(rows)].tolist() == rows

@@ -38,7 +38,7 @@ def test_against_a_naive_reading(pyarrow, tmp_path):
     shards, number = [], 0
     for size in (7, 7, 7, 7, 2, 15, 4, 4, 4, 3):
         numbers = list(range(number, number + size))
-        shards.append(naive.Shard([list(texts[n].encode()) for n in numbers], numbers))
+        shards.append([list(texts[n].encode()) for n in numbers])
         number += size
     expected = naive.rows(shards, seed=5, seq_len=SEQ)
     for _ in range(2):  # without and with the cache

@@ -54,7 +54,8 @@ def test_python_stdlib():
         assert int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
         assert not {"test", "tests", "encodings", "site-packages"} & set(Path(name).parts)
     assert text(source, "validation") == b"".join((root / name).read_bytes() for name in source.held_out)
-    assert list(source.summary) == ["train", "validation", "held out", "sha256", "of"]
+    facts = [title for title in source.summary if title != "duplicates"]  # some versions have a few
+    assert facts == ["train", "validation", "held out", "sha256", "of"]
     assert source.decode(source.encode("def f(x):")) == "def f(x):"
 
 
@@ -229,7 +230,7 @@ def test_nul_characters_are_counted(tmp_path):
         assert note.startswith(f"80 NUL characters in 1 document, such as data.path={tmp_path}/a.txt; they are")
     lines = [json.dumps({"text": text}) for text in ("a\0" * 20, "b" * 40, "\\u0000" * 40, *"\0" * 40)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (note,) = load(Jsonl(path=str(tmp_path / "a.jsonl")), seq_len=4, seed=0, vocab=256).notes
+    (note,) = load(Jsonl(path=str(tmp_path / "a.jsonl"), held_out=0.5), seq_len=4, seed=0, vocab=256).notes
     assert note.startswith(f"60 NUL characters in 41 documents, such as data.path={tmp_path}/a.jsonl line 1;")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import naive_files as naive
 import numpy as np
 import pytest
 from refusals import refused
@@ -63,8 +64,9 @@ def test_bytes_round_trip(texts, made):
     source = load_tokens(made)
     assert (source.vocab, source.unit) == (256, "byte")
     assert source.summary["sha256"] == digest[:16]
-    assert source.summary["held out"] == "1 in 20, by a hash of its index"
-    assert source.validation.starts.tolist() == offsets[[1, 7, 23, 26]].tolist()
+    assert source.summary["held out"] == "1 in 20, by a hash of its content"
+    held_out = [i for i, document in enumerate(documents) if naive.is_held_out(list(document))]
+    assert source.validation.starts.tolist() == offsets[held_out].tolist()
     assert source.train.documents + source.validation.documents == 40
     assert len(source.train) + len(source.validation) == len(tokens)
     assert isinstance(source.train.tokens, np.memmap)
@@ -93,8 +95,8 @@ def test_files_made_by_numpy(tmp_path, monkeypatch):
     exec("\n".join(line.strip() for line in lines), {"np": np})
     source = load_tokens(Path("tokens.npy"), vocab=700)
     digest = hashlib.sha256(np.load("tokens.npy").tobytes()).hexdigest()
-    assert (source.vocab, source.unit, source.summary["sha256"]) == (700, "token", digest[:16])
-    assert sorted((len(source.train), len(source.validation))) == [1800, 18200]
+    assert (source.vocab, source.unit, source.summary["sha256"]) == (699, "token", digest[:16])
+    assert sorted((len(source.train), len(source.validation))) == [1000, 19000]
     np.save("tokens.offsets.npy", np.array([0, 20_000]))
     source = load_tokens(Path("tokens.npy"), vocab=700)
     assert (len(source.train), len(source.validation)) == (19_000, 1000)
@@ -115,7 +117,7 @@ def test_edited_files_are_other_data(made, monkeypatch, tmp_path, known):
 
     first = hashes()
     assert hashes() == first
-    kept = [*(tmp_path / "cache").rglob("hashes/*")]
+    kept = [file for file in (tmp_path / "cache").rglob("hashes/*") if not file.suffix]  # the others are by content
     assert len(kept) == known  # of the ids
     for entry in kept:
         entry.write_text("0" * 64)
@@ -142,7 +144,7 @@ def test_a_file_that_was_just_written_is_read_again(made, monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_files, "_KEPT_BYTES", 0)
     load_tokens(made)
-    assert not (tmp_path / "cache").exists()
+    assert [file.suffix for file in (tmp_path / "cache").rglob("hashes/*")] == [".npy"]  # which is by content
 
 
 def test_own_validation_file(made, tmp_path):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.data import Source, Synthetic, load, trigram_loss
-from moezoo.data.corpus import Split, concatenate
+from moezoo.data.corpus import concatenate
+from moezoo.data.held_out import Split
 from moezoo.data.source import make_source
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moezoo.data.corpus import Split, concatenate
+from moezoo.data.corpus import concatenate
+from moezoo.data.held_out import Split
 from moezoo.data.source import make_source
 from moezoo.data.tokenizer import Numbers
 from moezoo.training import sample as module
