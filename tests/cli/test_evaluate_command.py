@@ -109,7 +109,12 @@ def test_a_mixture_and_its_sources(folder, texts, capsys, tmp_path):
     lines = ["mat", "on the mat. print", "The cat sat on the mat. " * 3]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     own = (f"folder={folder}", "data=mixture", "data.sources.a.name=text", f"data.sources.a.path={texts}", *RUNS)
-    own += ("data.sources.b.name=jsonl", f"data.sources.b.path={tmp_path}/b.jsonl", "data.sources.b.weight=0")
+    own += (
+        "data.sources.b.name=jsonl",
+        f"data.sources.b.path={tmp_path}/b.jsonl",
+        "data.sources.b.weight=0",
+        "data.sources.b.held_out=0.5",
+    )
     library = with_start(KINDS["byte level"]())
     contents = {"a": [file.read_text() for file in sorted(texts.iterdir())], "b": lines}
     for packing, shown in (("stream", "windows"), ("whole", "rows of whole documents, each")):

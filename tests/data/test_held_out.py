@@ -1,5 +1,6 @@
 """Documents held out by content, against plain lists: no content on both sides, whatever else there is."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import moezoo
 from moezoo.data import Jsonl, PythonStdlib, Synthetic, Text, Tokens, held_out, load, token_files
 from moezoo.data.corpus import Corpus, concatenate
 from moezoo.data.held_out import choose, hash_contents, hash_names, hash_numbers, hold_out, hold_out_chats
+from moezoo.training.resume import loader_state, read_batch_count
 
 Ids = tuple[int, ...]
 # Few different ones, so that most stand several times.
@@ -242,6 +244,21 @@ def test_other_sources_have_a_share():
     chain = load(Synthetic(documents=400, held_out=0.5), seq_len=8, seed=0, vocab=256)
     assert 150 < chain.validation.documents < 250
     assert chain.summary["held out"] == "1 in 2, by a hash of its index"
+
+
+def test_a_run_does_not_go_on_with_another_split():
+    """That of another share, or that by the index of documents, as it was before it was by content."""
+    data = Jsonl(path=write_lines("a.jsonl", LINES))
+    now, other = (load(each, seq_len=6, seed=0, vocab=256) for each in (data, dataclasses.replace(data, held_out=0.3)))
+    assert now.whole is not None
+    by_index = hold_out(now.whole, hashes=hash_numbers(now.whole.documents), by="index")
+    before = dataclasses.replace(now, train=by_index.train, validation=by_index.validation)
+    cfg = dataclasses.replace(moezoo.compose(), resume="runs/old")
+    assert read_batch_count(loader_state(7, now, {}), now, cfg) == 7
+    for source in (other, before):
+        assert source.facts(6) != now.facts(6)
+        with refused("resume=runs/old was trained on documents with hash ", "; use the same data", "start a new run"):
+            read_batch_count(loader_state(7, source, {}), now, cfg)
 
 
 @pytest.mark.parametrize("share", ["0", "0.51", "-1", "nan", "half"])

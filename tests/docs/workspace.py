@@ -55,7 +55,7 @@ def make_files(folder: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", forms.replace("docs/examples", ".")], cwd=folder, check=True)
     (folder / "chat.jsonl").write_text(json.dumps({"prompt": "What is 1 + 2?", "completion": "3"}))
-    np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 300)
+    np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 299)  # 100 different documents
     np.save(folder / "tokens.offsets.npy", np.arange(0, 20_001, 200))
     (folder / "mix.yaml").write_text(
         "code: {name: text, path: TEXTS, weight: 0.3}\nlines: {name: jsonl, path: FILE.jsonl, weight: 0.7}\n"
