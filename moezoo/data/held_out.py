@@ -7,6 +7,7 @@ and one that equals an earlier one is on its side.
 
 import hashlib
 import itertools
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
@@ -53,19 +54,20 @@ def hash_contents(corpus: Corpus) -> UInt64[np.ndarray, "documents"]:
     lengths = np.diff(offsets)
     full = np.flatnonzero(lengths)
     begins, sums = offsets[full], np.zeros(len(full), np.uint64)
+    threads, adding = processors(), threading.Lock()
 
-    def hash_part(begin: int) -> tuple[int, _Hashes]:
-        """Return the number of the first document with tokens in a part, and the sums of its documents there."""
-        end = min(begin + _PART, len(corpus))
-        first, last = np.searchsorted(begins, begin, "right") - 1, np.searchsorted(begins, end)
-        edges = np.maximum(begins[first:last], begin)
-        index = np.arange(begin, end) - np.repeat(begins[first:last], np.diff(edges, append=end))
-        hashed = _mix(index.view(np.uint64) << np.uint64(32) | _read(tokens, begin, end))
-        return int(first), np.add.reduceat(hashed, edges - begin)
+    def hash_parts(thread: int) -> None:
+        for begin in range(thread * _PART, len(corpus), threads * _PART):
+            end = min(begin + _PART, len(corpus))
+            first, last = np.searchsorted(begins, begin, "right") - 1, np.searchsorted(begins, end)
+            edges = np.maximum(begins[first:last], begin)
+            index = np.arange(begin, end) - np.repeat(begins[first:last], np.diff(edges, append=end))
+            hashed = _mix(index.view(np.uint64) << np.uint64(32) | _read(tokens, begin, end))
+            with adding:  # a document may be in several parts
+                sums[first:last] += np.add.reduceat(hashed, edges - begin)
 
-    with ThreadPoolExecutor(processors(), "hash") as pool:
-        for first, part in pool.map(hash_part, range(0, len(corpus), _PART)):
-            sums[first : first + len(part)] += part
+    with ThreadPoolExecutor(threads, "hash") as pool:
+        list(pool.map(hash_parts, range(threads)))
     found = np.zeros(len(lengths), np.uint64)
     found[full] = sums
     return _mix(found + _GOLDEN * (lengths + 1).view(np.uint64))
