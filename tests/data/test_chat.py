@@ -65,7 +65,8 @@ def documents(source: Source) -> list[tuple[list[int], list[bool]]]:
 @pytest.mark.parametrize("loss_on", ["assistant", "last", "each", "all"])
 def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     """With and without the cache, from plain and packed files; jinja2 renders only what is not in the cache."""
-    records = CHATS + [{"prompt": f"{i}", "completion": "b"} for i in range(20)] + CHATS
+    others = [{"messages": [{"role": "user", "content": f"{i}"}, SHORT[1]]} for i in range(20)]
+    records = [*CHATS, *others, *CHATS]
     with ChatFormat(settings(tmp_path, folder).read_template(), tokenizer(folder), "2025-01-01") as chats:
         encoded = [chats.examples(read_chat(record), loss_on) for record in records]
     made = [[(each.ids.tolist(), each.mask.tolist()) for each in examples] for examples in encoded]
