@@ -103,9 +103,9 @@ def test_what_is_imported_is_required():
     assert {DISTRIBUTIONS.get(name, name) for name in libraries} - required == set()
 
 
-# What only the repository has.
+# What only the repository has. README.md is also the model card of a folder.
 REPOSITORY_ONLY = re.compile(
-    r"(?<![\w/.])(?:docs|scripts|tests|benchmarks|notebooks)/\S+|README|CONTRIBUTING|pip install -e"
+    r"(?<![\w/.])(?:docs|scripts|tests|benchmarks|notebooks)/\S+|README(?!\.md)|CONTRIBUTING|pip install -e"
 )
 
 

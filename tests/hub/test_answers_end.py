@@ -31,8 +31,15 @@ def test_answers_end(kind, tmp_path, monkeypatch):
     before = "<|im_end|>" if "before" in kind else ""
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES[kind] + PROMPT.replace("BEFORE", before))
     chats = [{"prompt": word, "completion": f"{word}!"} for word in WORDS] * 10
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    data = ["data=chat", "data.path=chats.jsonl", "data.tokenizer=tokenizer.json", "model.vocab=300"]
+    for name in ("chats", "validation"):  # of so few different chats, one would be held out
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    data = [
+        "data=chat",
+        "data.path=chats.jsonl",
+        "data.validation=validation.jsonl",
+        "data.tokenizer=tokenizer.json",
+        "model.vocab=300",
+    ]
     small = ["model.layers=1", "model.embed=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16"]
     small += ["model.experts=2", "model.experts_per_token=1", "model.expert_mlp=32", "schedule.warmup_steps=2"]
     train([*data, *small, "mesh=single", "seq_len=32", "batch_size=8", "steps=80", "run_dir=run", "eval_every=0"])
