@@ -193,8 +193,8 @@ class LmEval:
         for key, _, continuation in requests:
             if not continuation:
                 raise UserError(
-                    f"{show(key[1])} makes no token of its own behind its context, so nothing is scored; leave the "
-                    "task out, or let its choices begin with a space"
+                    f"the continuation '{show(key[1])}' makes no token of its own behind its context, so nothing is "
+                    "scored; leave the task out, or let its choices begin with a space"
                 )
             if len(continuation) > self.max_length:
                 raise UserError(
