@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import yaml
 from mesh_cases import make_execution
@@ -128,7 +129,8 @@ def case(request, tmp_path_factory):
     from lm_eval.models.huggingface import HFLM
 
     name, kind, starts = CASES[request.param]
-    path: Path = tmp_path_factory.mktemp("harness")
+    path: Path = tmp_path_factory.mktemp("harness") / request.param
+    path.mkdir()
     library = with_start(KINDS[kind]()) if starts else KINDS[kind]()
     vocab = -(-library.get_vocab_size() // 8) * 8
     config = dataclasses.replace(CONFIGS[name], vocab=vocab, layers=2, max_length=LENGTH)
@@ -146,24 +148,27 @@ def case(request, tmp_path_factory):
         yield path, run(peer, path / "tasks", PLAIN, chat=False), run(peer, path / "tasks", ASKED, chat=True)
 
 
-def check(found: Found, wanted: Found) -> None:
-    """Compare every answer and metric.
+def check(name: str, found: Found, wanted: Found) -> None:
+    """Compare every answer and metric, and print the rows of the table in docs/harness.md, which `-s` shows.
 
-    A log-probability is a sum over tokens of a few nats each, which float32 has to about 1e-6 of their size. `-s` shows
-    the table of docs/harness.md.
+    A log-probability is a sum over tokens of a few nats each, which float32 has to about 1e-6 of their size.
     """
-    for kind, answers in wanted.answers.items():
+    for kind, theirs in wanted.answers.items():
+        ours = found.answers[kind]
         if kind == "generate_until":
-            assert found.answers[kind] == answers
+            assert ours == theirs
+            print(f"\n| {name} | {kind} | {len(ours)} | equal | equal |")
             continue
-        for ours, theirs in zip(found.answers[kind], answers, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-4)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-4)
+        sums = (np.sum(np.array(answers).reshape(len(answers), -1)[:, 0]) for answers in (ours, theirs))
+        print(f"\n| {name} | {kind} | {len(ours)} | {next(sums):.5f} | {next(sums):.5f} |")
     for task, metrics in wanted.results.items():
-        for name, value in metrics.items():
-            ours = found.results[task][name]
-            assert ours == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), name
-            if name.endswith(",none") and not isinstance(value, str):
-                print(f"| {task} | {name.removesuffix(',none')} | {ours:.6f} | {value:.6f} |")
+        for metric, value in metrics.items():
+            ours = found.results[task][metric]
+            assert ours == (value if isinstance(value, str) else pytest.approx(value, rel=1e-5)), metric
+            if metric in ("acc,none", "acc_norm,none", "bits_per_byte,none"):
+                print(f"| {name} | {task}: {metric.removesuffix(',none')} | | {ours:.6f} | {value:.6f} |")
 
 
 def test_every_answer_is_that_of_transformers(case):
@@ -171,8 +176,8 @@ def test_every_answer_is_that_of_transformers(case):
     lm = moezoo.LmEval(moezoo.from_pretrained(path / "m"), path / "m", batch_size=BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(run(lm, path / "tasks", PLAIN, chat=False), plain)
-        check(run(lm, path / "tasks", ASKED, chat=True), asked)
+        check(path.name, run(lm, path / "tasks", PLAIN, chat=False), plain)
+        check(f"{path.name}, chats", run(lm, path / "tasks", ASKED, chat=True), asked)
     lm.close()
     # The tasks have what they are for: a greedy choice, texts that are cut, and texts that end before the last token.
     greedy = [is_greedy for _, is_greedy in plain.answers["loglikelihood"]]
@@ -190,7 +195,7 @@ def test_on_a_mesh(case):
     lm = moezoo.LmEval(model, path / "m", execution=execution, batch_size=BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(run(lm, path / "tasks", PLAIN, chat=False), plain)
+        check(path.name, run(lm, path / "tasks", PLAIN, chat=False), plain)
 
 
 @pytest.mark.parametrize("case", ["qwen3"], indirect=True)
