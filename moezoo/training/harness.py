@@ -76,7 +76,8 @@ class LmEval:
         on_batch: `on_batch(done, total)` is called before each batch and at the end.
 
     Raises:
-        UserError: lm_eval is not installed, the folder or run has no tokenizer, or an argument is out of its range.
+        UserError: The library lm_eval is not installed, the folder or run has no tokenizer, or an argument is out of
+            its range.
     """
 
     cache_hook: Any

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ CHOICES: list[dict[str, Any]] = [
     {"text": "<s>The cat", "choices": [" x", " sat", " € 3"], "answer": 2},
     {"text": TEXT[:150], "choices": [" two", "😀 twice 😀"], "answer": 1},
 ]
+TEXTS = (TEXT, "The cat 😀", "a", TEXT[10:80])
 QUESTIONS = [{"text": text, "answer": "a"} for text in ("The cat", "Ein Bär aß süße", TEXT[:150], "x")]
 SHOTS = {"num_fewshot": 1, "fewshot_split": "test", "description": "Be brief.\n"}
 
@@ -69,7 +71,7 @@ def write_tasks(folder: Path, greedy: dict[str, Any]) -> None:
     means = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     write("choices", [*CHOICES, greedy], **choose, metric_list=means)
     write("asked_choices", CHOICES, **choose, **SHOTS, metric_list=means)
-    texts = [{"text": text} for text in (TEXT, "The cat 😀", "a", TEXT[10:80])]
+    texts = [{"text": text} for text in TEXTS]
     write("texts", texts, output_type="loglikelihood_rolling", doc_to_target="{{text}}", metric_list=[PERPLEXITY])
     answer = {"output_type": "generate_until", "doc_to_target": "{{answer}}", "metric_list": [EXACT]}
     write("answers", QUESTIONS, **answer, generation_kwargs={"until": UNTIL, "max_gen_toks": 12})
@@ -126,7 +128,7 @@ def find_greedy(theirs: Any, library: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
     """A folder, its tasks, and what transformers' model answers: (path, plain, asked)."""
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models import huggingface
 
     name, kind, starts = CASES[request.param]
     path: Path = tmp_path_factory.mktemp("harness") / request.param
@@ -143,7 +145,8 @@ def case(request, tmp_path_factory):
     (path / "m/chat_template.jinja").write_text(TEMPLATE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of transformers and lm_eval
-        peer: Any = HFLM(str(path / "m"), device="cpu", dtype="float32", batch_size=BATCH, attn_implementation="eager")
+        load: Any = huggingface.HFLM
+        peer = load(str(path / "m"), device="cpu", dtype="float32", batch_size=BATCH, attn_implementation="eager")
         write_tasks(path / "tasks", find_greedy(peer.model, library))
         yield path, run(peer, path / "tasks", PLAIN, chat=False), run(peer, path / "tasks", ASKED, chat=True)
 
@@ -199,14 +202,26 @@ def test_on_a_mesh(case):
 
 
 @pytest.mark.parametrize("case", ["qwen3"], indirect=True)
+def test_examples_before_each_question(case):
+    path, *_ = case
+    loaded = harness.load_tasks(["asked_*", "choices"], folder=f"{path}/tasks", num_fewshot=3)["tasks"]
+    assert {name: task.get_config("num_fewshot") for name, task in loaded.items()} == dict.fromkeys(
+        (*ASKED, PLAIN[0]), 3
+    )
+    loaded = harness.load_tasks([*ASKED, "choices"], folder=f"{path}/tasks")["tasks"]
+    assert [task.get_config("num_fewshot") for task in loaded.values()] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("case", ["qwen3"], indirect=True)
 def test_the_command(case, monkeypatch, capsys):
     path, plain, _ = case
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
         monkeypatch.setenv(name, "0")  # put back afterwards
     asked = (f"folder={path}/m", "tasks=texts", f"tasks_path={path}/tasks", f"out={path}/found.json")
-    evaluate.main([*asked, "mesh=ep8", "dispatch=gather", "batch_size=3"])
-    lines, bits = capsys.readouterr().out.splitlines(), plain.results["texts"]["bits_per_byte,none"]
-    assert lines[:2] == ["texts, 4 of 4 documents", f"  bits_per_byte  {bits:.4f}"]
+    evaluate.main([*asked, "limit=2", "mesh=ep8", "dispatch=gather", "batch_size=3"])
+    nats = -sum(plain.answers["loglikelihood_rolling"][:2])
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in TEXTS[:2])
+    assert capsys.readouterr().out.splitlines()[:2] == ["texts, 2 of 4 documents", f"  bits_per_byte  {bits:.4f}"]
     found = json.loads((path / "found.json").read_text())
     assert found["asked"]["tasks"] == "texts"
     assert found["overrides"] == ["mesh=ep8", "dispatch=gather", "batch_size=3"]
