@@ -1,10 +1,12 @@
 """The evaluation harness lm_eval: a model as it calls one, and its tasks. Only this module uses that library."""
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ from moezoo.progress import OnBatch
 from moezoo.training.scores import Row, score_rows
 from moezoo.typed import Range, convert, counted, show
 
+_RESAMPLES = 1000  # for the standard error of a metric that is no mean, in one process; lm_eval forks for 100,000
 _SEED = 1234  # of few-shot examples, as in lm_eval, and of tokens that a task draws
 # Settings of generation that a task may have, and values of others that have no effect.
 _SETTINGS = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks"}
@@ -411,6 +414,7 @@ def prepare_harness(*, download: bool) -> None:
     """
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ["DISABLE_MULTIPROC"] = "1"  # forks, which can hang where JAX has threads
     if not download:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
     _joined(LmEval)
@@ -486,5 +490,7 @@ def run_tasks(lm: Any, tasks: Any, *, limit: int | None = None, as_chats: bool =
     from lm_eval.utils import handle_non_serializable
 
     asked: Any = {"lm": lm, "task_dict": tasks, "limit": limit, "log_samples": False}
-    results = evaluate(**asked, apply_chat_template=as_chats, fewshot_as_multiturn=as_chats)
+    asked |= {"apply_chat_template": as_chats, "fewshot_as_multiturn": as_chats, "bootstrap_iters": _RESAMPLES}
+    with contextlib.redirect_stdout(sys.stderr):  # lm_eval prints what it is at
+        results = evaluate(**asked)
     return json.loads(json.dumps(results, default=handle_non_serializable))

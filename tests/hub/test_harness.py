@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,8 +216,7 @@ def test_examples_before_each_question(case):
 @pytest.mark.parametrize("case", ["qwen3"], indirect=True)
 def test_the_command(case, monkeypatch, capsys):
     path, plain, _ = case
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
-        monkeypatch.setenv(name, "0")  # put back afterwards
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     asked = (f"folder={path}/m", "tasks=texts", f"tasks_path={path}/tasks", f"out={path}/found.json")
     evaluate.main([*asked, "limit=2", "mesh=ep8", "dispatch=gather", "batch_size=3"])
     nats = -sum(plain.answers["loglikelihood_rolling"][:2])
