@@ -20,6 +20,7 @@ from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.training.evaluate import Evaluation, evaluate
+from moezoo.training.harness import LmEval
 from moezoo.training.saved import load_run, saved_config
 from moezoo.training.signals import Stopped
 from moezoo.training.train import Run, train
@@ -28,6 +29,7 @@ __all__ = [
     "Evaluation",
     "Execution",
     "Kernels",
+    "LmEval",
     "MeshShape",
     "Rules",
     "Run",

@@ -1,4 +1,4 @@
-"""`moezoo evaluate`: compute the loss of a run's model, or of a Hugging Face folder's, on data."""
+"""`moezoo evaluate`: the loss of a run's model, or of a Hugging Face folder's, on data, or its metrics in tasks."""
 
 import functools
 import sys
@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from moezoo.cli.command import ConfiguredCommand
+from moezoo.cli.harness import EvaluateKeys, configure_tasks, evaluate_tasks
 from moezoo.cli.model_keys import load_model
-from moezoo.cli.text_keys import TextKeys, configure_text, load_text
+from moezoo.cli.text_keys import configure_text, load_text
 from moezoo.config.options import take
 
 
 def configure(*arguments: str) -> Any:
-    """Return the configuration of the model and its text."""
-    return configure_text(*take(TextKeys, arguments))
+    """Return the configuration of the model, and of its text where it names no tasks."""
+    keys, changes = take(EvaluateKeys, arguments)
+    return configure_tasks(keys, changes) if keys.tasks is not None else configure_text(keys, changes)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load the model and print its loss."""
+    """Load the model and print its loss, or the metrics of tasks."""
     from jax.sharding import Mesh
 
     from moezoo.config.build import build_execution
@@ -28,7 +30,9 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.training.report import choice_lines
     from moezoo.training.waiting import Waiting
 
-    keys, changes = take(TextKeys, arguments)
+    keys, changes = take(EvaluateKeys, arguments)
+    if keys.tasks is not None:
+        return evaluate_tasks(keys, changes)
     cfg = configure_text(keys, changes)
     execution = build_execution(cfg)
     use, source = load_text(keys, cfg, changes)  # before the model, which may take long to load
@@ -69,12 +73,13 @@ def _describe(result: Any, source: Any) -> str:
 
 COMMAND = ConfiguredCommand(
     "evaluate",
-    "compute the loss of a model on data",
+    "compute the loss of a model on data, or run tasks of lm_eval",
     main,
     description="Evaluate the newest checkpoint of a run, or its best, or the model of a Hugging Face folder: loss, "
-    "perplexity and bits per byte.\nKeys that you do not set have the values of the run; data of files have the "
+    "perplexity and bits per byte; or, with tasks=, the metrics of tasks of the evaluation harness lm_eval.\n"
+    "Keys that you do not set have the values of the run; data of files have the "
     "tokenizer and end token of the run or folder. Keys of training alone have no effect.",
-    keys=TextKeys,
+    keys=EvaluateKeys,
     configure=configure,
     examples=(
         "run_dir=runs/NAME",
@@ -83,6 +88,8 @@ COMMAND = ConfiguredCommand(
         "run_dir=runs/NAME data=text data.validation=FILE data.eval_sequences=0",
         "folder=FOLDER data=text data.path=notes/ seq_len=1024 data.eval_sequences=0",
         "folder=FOLDER data=jsonl data.path=a.jsonl split=validation mesh=ep8 dtype=stored",
+        "folder=FOLDER tasks=hellaswag,arc_easy num_fewshot=5 batch_size=16 mesh=ep8 out=results.json",
+        "run_dir=runs/NAME tasks=mine tasks_path=tasks/ chat=true",
     ),
     groups=("mesh", "rules", "dispatch", "data"),
 )

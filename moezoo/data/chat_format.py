@@ -135,6 +135,19 @@ class ChatFormat:
         found = self._guarded.encode(text)
         return EncodedChat(self._guarded.restore(text), found.ids, found.begins, np.zeros(len(found.ids), bool))
 
+    def unfinished(self, chat: Chat) -> str:
+        """Return the text of a chat up to the end of its last message, whose content a model continues.
+
+        White space at the end of the content stays where the template keeps it. Raises `UserError` as `encode` does, or
+        where the template does not show the content.
+        """
+        *before, last = chat.messages
+        marked = chat._replace(messages=[*before, {**last, "content": f"{last['content']}{_WORD} "}])
+        text, found, rest = self._render_calls(self._guard(marked))[1].rpartition(_WORD)
+        if not found:
+            raise UserError(f"{self._template.shown} does not show the last message, which is to be continued")
+        return self._guarded.restore(text if rest.startswith(" ") else text.rstrip())
+
     def ends(self) -> tuple[int, ...]:
         """Return the tokens at which answers and calls of tools end: by the template, and `eos_token` of its folder."""
         found = [self._end(calls).token for calls in (False, True)]

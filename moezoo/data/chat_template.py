@@ -46,7 +46,7 @@ def folder_template(folder: str | Path, *, key: str, advice: str = "set data.tem
         raise UserError(
             f"{key}: {show(str(folder))} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); {advice}"
         )
-    return Template(shown, texts, _special_tokens(folder))
+    return Template(shown, texts, special_tokens(folder))
 
 
 def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
@@ -67,7 +67,7 @@ def file_template(path: str, *, key: str, tokenizer: str | None) -> Template:
     texts = _read_templates(file, shown)
     if not texts:
         raise UserError(f"{shown} has no chat_template; {_GIVE}")
-    return Template(shown, texts, _special_tokens(beside.parent))
+    return Template(shown, texts, special_tokens(beside.parent))
 
 
 def missing_tokens(template: Template, names: Iterable[str]) -> str | None:
@@ -106,7 +106,7 @@ def _read_templates(file: Path, shown: str) -> dict[str, str]:
     return texts  # pyright: ignore[reportReturnType] checked above
 
 
-def _special_tokens(folder: Path) -> dict[str, Any]:
+def special_tokens(folder: Path) -> dict[str, Any]:
     """Return the variables that the files of a tokenizer give to templates, as transformers 5.24 does.
 
     special_tokens_map.json, of older versions, is read where tokenizer_config.json has no added_tokens_decoder. It

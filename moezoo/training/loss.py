@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
@@ -41,6 +41,13 @@ class Losses(NamedTuple):
     routing: Routing
 
 
+class TokenScores(NamedTuple):
+    """Of each token -log p(label) in nats, 0 for labels below 0, and whether no other label has a larger logit."""
+
+    nats: Float[Array, "batch seq"]
+    is_likeliest: Bool[Array, "batch seq"]
+
+
 def chunk_rows(tokens: int, vocab: int, target: Target | None = None) -> int:
     """Return the number of tokens whose logits exist at the same time.
 
@@ -69,6 +76,27 @@ def cross_entropy(
     Where devices share the vocabulary, each makes the logits of its part (Shoeybi et al., 2019, arXiv:1909.08053,
     section 3), and numbers per token are exchanged: a pmax and a psum per chunk. The result is the same on all of them.
     """
+    return _cross_entropy(execution, *_cut(model, hidden, labels, execution))
+
+
+@jax.named_scope("head")
+def score_tokens(
+    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+) -> TokenScores:
+    """Return what `cross_entropy` sums, of each token of this device, with the same chunks and exchange of numbers."""
+    unembedding, *chunks = _cut(model, hidden, labels, execution)
+    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
+
+    def score(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        nats, _, is_likeliest = _nats(unembedding(chunk[0]), chunk[1], group)
+        return carry, (nats, is_likeliest)
+
+    _, scores = _scan(score, None, (chunks[0], chunks[1]))
+    return TokenScores(*(x.reshape(-1)[: labels.size].reshape(labels.shape) for x in scores))
+
+
+def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: Execution) -> tuple[PyTree, Array, Array]:
+    """Return the unembedding, and the activations and labels of all tokens in chunks."""
     group = execution.inner_group("vocab")
     own_vocab = model.readout.matrix.shape[-1]
     rows = chunk_rows(labels.size, own_vocab, execution.target)
@@ -79,7 +107,7 @@ def cross_entropy(
     # Typed as varying here, so that the gradients of both are too.
     unembedding, tokens = execution.vary_parameters((model.readout, chunks[0]))
     unembedding = eqx.tree_at(lambda u: u.norm, unembedding, group.enter_parameters(unembedding.norm))
-    return _cross_entropy(execution, unembedding, group.enter(tokens), chunks[1])
+    return unembedding, group.enter(tokens), chunks[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -87,7 +115,7 @@ def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, tar
     unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
-        return total + _nats(unembedding(chunk[0]), chunk[1], group)[0], None
+        return total + _nats(unembedding(chunk[0]), chunk[1], group)[0].sum(), None
 
     return _scan(add, vary(jnp.zeros(()), execution.token_axes), (tokens, targets))[0]
 
@@ -106,9 +134,9 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
         (total, gradients), (tokens, targets) = carry, chunk
         operands = (learned, tokens) if passed_on else (learned,)
         logits, pull = jax.vjp(lambda learned, x=tokens: eqx.combine(learned, fixed)(x), *operands)
-        nats, by_logits = _nats(logits, targets, group)
+        nats, by_logits, _ = _nats(logits, targets, group)
         by_learned, *by_tokens = pull(by_logits)
-        return (total + nats, jax.tree.map(jnp.add, gradients, by_learned)), by_tokens
+        return (total + nats.sum(), jax.tree.map(jnp.add, gradients, by_learned)), by_tokens
 
     zeros = jax.tree.map(lambda x: vary_like(jnp.zeros_like(x), x), learned)
     start = vary(jnp.zeros(()), execution.token_axes), zeros
@@ -127,8 +155,13 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _nats(logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"], group: InnerGroup) -> tuple[Array, Array]:
-    """Return the sum of -log p(target) over targets from 0 on, and its gradient by this device's `logits`."""
+def _nats(
+    logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"], group: InnerGroup
+) -> tuple[Array, Array, Array]:
+    """Return -log p(target) of each row, 0 for targets below 0, and the gradient of its sum by this device's `logits`.
+
+    The last of the results is whether no logit of a row is larger than the target's.
+    """
     counts, columns = targets >= 0, targets[:, None] - group.index * logits.shape[1]
     label = columns == jax.lax.broadcasted_iota(columns.dtype, logits.shape, 1)
     highest = group.largest(logits.max(-1, keepdims=True))
@@ -138,7 +171,7 @@ def _nats(logits: Float[Array, "rows vocab"], targets: Int[Array, " rows"], grou
     total, chosen = jnp.split(group.leave(jnp.concatenate(sums, axis=-1)), 2, axis=-1)
     nats = highest + jnp.log(total) - chosen
     by_logits = jnp.where(counts[:, None], weights / total - label.astype(logits.dtype), 0)
-    return jnp.where(counts, nats[:, 0], 0).sum(), by_logits
+    return jnp.where(counts, nats[:, 0], 0), by_logits, (chosen == highest)[:, 0]
 
 
 def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) -> Any:

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
+import sys
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from moezoo.cli import evaluate
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.data import Chat, Synthetic, Text, tokenize_files
 from moezoo.models import MixtralConfig, build_model
+from moezoo.training import harness
 
 SIZES: dict[str, Any] = {
     "embed": 16,
@@ -249,3 +252,24 @@ def test_weights_of_few_bits_stay_or_are_widened(folder, texts, tmp_path, capsys
     found, wanted = (read(capsys, *own, f"dtype={dtype}")[0] for dtype in ("stored", "float32"))
     assert float(found[1]) == pytest.approx(float(wanted[1]), abs=2e-6)
     assert found[5:] == wanted[5:]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("num_fewshot=3", "num_fewshot= is for tasks of lm_eval; name some"),
+        ("tasks=, mesh=single", "tasks= is empty; name tasks"),
+        ("tasks=a split=all", "split=all: tasks name their documents themselves"),
+        ("tasks=a template.x=1", "template. is of the chat template|chat=true"),
+        ("tasks=a data=text", "data=text: tasks bring their own data"),
+        ("tasks=a max_length=1", "max_length=1 must be at least 2"),
+        ("tasks=a mesh=single", "tasks need the library lm_eval|pip install 'moezoo[lm_eval]'"),
+    ],
+)
+def test_tasks_that_cannot_be_run(folder, words, parts, monkeypatch):
+    for name in ("lm_eval", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    harness._joined.cache_clear()
+    with refused(*parts.split("|")):
+        evaluate.main([f"folder={folder}", *words.split()])

@@ -42,7 +42,7 @@ def test_the_page_has_an_example_of_each_kind():
     assert len(COMMANDS) == 10
     named = set(re.findall(r"\(examples/(\S+?)\)", PAGE))
     # The scripts import one file, and other pages name the chats.
-    assert named == set(FILES) - {"small.py", "sums.jsonl", "sums.jinja"}
+    assert named == set(FILES) - {"small.py", "sums.jsonl", "sums.jinja", "sums.yaml"}
 
 
 @pytest.mark.full
