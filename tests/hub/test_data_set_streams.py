@@ -155,7 +155,9 @@ def test_a_run_goes_on_to_the_bit(folder, tiny_overrides, capsys):
     whole = moezoo.train(moezoo.compose(*tiny_overrides, "steps=6", "checkpoint_every=4", "run_dir=whole"))
     printed = capsys.readouterr().out
     assert "training    a stream, tokenized as it is read" in printed
-    (place,) = json.loads(Path("whole/checkpoints/4/about.json").read_text())["loader"]["places"]
+    about = json.loads(Path("whole/checkpoints/4/about.json").read_text())
+    (place,) = about["loader"]["places"]
+    assert "training" not in about["data"][""]
     assert place["chunk"]["chunk"] > 0 < place["rows"]
     resumed = moezoo.train(moezoo.compose("resume=whole/checkpoints/4", "run_dir=resumed"))
     assert_same_models(resumed.model, whole.model)
