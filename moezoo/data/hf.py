@@ -22,10 +22,11 @@ from moezoo.data.cache import How, Kept
 from moezoo.data.chat import Chat, Seen
 from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
-from moezoo.data.corpus import Split, concatenate
+from moezoo.data.corpus import concatenate
 from moezoo.data.documents import Document, Make, all_of_text
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found
+from moezoo.data.held_out import Split
 from moezoo.data.json_values import kind
 from moezoo.data.packing import BUFFER
 from moezoo.data.source import Source, make_source
