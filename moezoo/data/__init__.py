@@ -6,6 +6,8 @@ from moezoo.data.batches import train_batches as train_batches
 from moezoo.data.batches import validation_batches as validation_batches
 from moezoo.data.chat import Chat as Chat
 from moezoo.data.corpus import Corpus as Corpus
+from moezoo.data.hf import Hf as Hf
+from moezoo.data.hf import HfChat as HfChat
 from moezoo.data.jsonl import Jsonl as Jsonl
 from moezoo.data.mixture import Mixture as Mixture
 from moezoo.data.mixture import Weighted as Weighted
@@ -25,6 +27,8 @@ SOURCES: dict[str, type[DataSettings]] = {
     "jsonl": Jsonl,
     "parquet": Parquet,
     "chat": Chat,
+    "hf": Hf,
+    "hf_chat": HfChat,
     "tokens": Tokens,
     "synthetic": Synthetic,
     "mixture": Mixture,

@@ -108,7 +108,7 @@ def load(settings: DataSettings, *, seq_len: int, seed: int, vocab: int, use: Us
     if use == "all":
         source = _with_all(source)
     for name, part in source.parts.items():
-        trained = use == "training" and (not name or source.weighted[name].weight > 0)
+        trained = use == "training" and part.stream is None and (not name or source.weighted[name].weight > 0)
         with naming(name):
             if trained:
                 if not len(part.train):

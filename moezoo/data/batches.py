@@ -1,15 +1,15 @@
 """Endless batches for training, and ordered batches for validation."""
 
 import functools
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
 
 import numpy as np
 from jaxtyping import Integer
 
-from moezoo.data.epochs import ENDLESS, Epochs, make_epochs
+from moezoo.data.epochs import make_epochs
 from moezoo.data.rows import Batch, Rows
 from moezoo.data.source import Source, read_checked
+from moezoo.data.stream import Batches, Json
 from moezoo.errors import UserError
 
 
@@ -21,7 +21,8 @@ def train_batches(
     seed: int,
     rows: Integer[np.ndarray, " rows"] | None = None,
     start: int = 0,
-) -> Iterator[Batch]:
+    places: Sequence[Json] | None = None,
+) -> Batches:
     """Return endless batches of training rows, in a new order in every epoch (`make_epochs` describes it).
 
     An epoch may end inside a batch.
@@ -33,30 +34,15 @@ def train_batches(
         seed: The seed of the order.
         rows: The rows of each batch to read and return; None for all.
         start: The number of batches to skip, without reading them.
+        places: The places of a stream behind the batches to skip, one for each of its readers: what `Batches.places`
+            had there; None for the beginning, and for other data.
 
     Raises:
         UserError: `batch_size` is below 1.
     """
     _check(batch_size)
     epochs = make_epochs(source, seq_len=seq_len, seed=seed)
-    return read_batches(source, epochs, batch_size=batch_size, rows=rows, start=start)
-
-
-def read_batches(
-    source: Source, epochs: Epochs, *, batch_size: int, rows: Integer[np.ndarray, " rows"] | None, start: int
-) -> Iterator[Batch]:
-    """Return the batches of `train_batches` from the training rows of `source`."""
-    import grain  # takes a second to import, and a configuration can be read without it
-
-    def read(numbers: np.ndarray) -> Batch:
-        return epochs.read(numbers if rows is None else numbers[rows])
-
-    # Reading from memory takes a fraction of a step; a file may be on a slow disk, so it is read ahead.
-    ahead = 4 if any(isinstance(part.train.tokens, np.memmap) for part in source.parts.values()) else 0
-    options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
-    batches: Any = iter(grain.MapDataset.range(ENDLESS).batch(batch_size).map(read).to_iter_dataset(options))
-    batches.set_state({"next_index": start})
-    return batches
+    return epochs.batches(batch_size, rows, start, places)
 
 
 class ValidationBatches(Iterator[Batch], Sized):

@@ -1,13 +1,13 @@
 """Data: chats, in records of several forms, which a template turns into text."""
 
-import collections
 import dataclasses
 import datetime
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import Ids
-from moezoo.data.documents import Document, describe_nul
+from moezoo.data.documents import Document, Make, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
 from moezoo.data.held_out import Split, hold_out_chats
@@ -87,25 +87,29 @@ class Chat(FileSettings):
         return f"chat {_MADE} {json.dumps(settings)} {digest}"
 
     def documents(self, found: Found) -> Iterator[Document]:
-        return self._documents(found, _Seen(Refusals(drop=True)))
+        return self._documents(found, Seen(Refusals(drop=True)))
 
-    def _documents(self, found: Found, seen: "_Seen") -> Iterator[Document]:
+    def _documents(self, found: Found, seen: "Seen") -> Iterator[Document]:
         """Yield documents, and count in `seen` what they are. Raises `UserError` when it has too many refused ones."""
         for path in found.paths:
-            first = None
-            for record in read_records(found._replace(paths=[path]), self._choose):
-                value = parse_record(record.text, record.where)
-                with locating(record.where):
-                    form = find_messages(value, self.field, self.roles).form
-                    if first is not None and form != first[0]:
-                        raise UserError(f"the form is {form}, but {first[0]} at {first[1]}; make two files of it")
-                    turns = read_chat(value, self.field, self.roles).turns if self.loss_on == "each" else [None]
-                if first is None:
-                    first = form, record.where
-                    seen.forms[f"{form} in {record.container}"] += 1
-                yield from (record._replace(turn=turn, name=str(seen.chats) * (turn is not None)) for turn in turns)
-                seen.chats += 1
-                seen.refusals.check()
+            yield from self._of_one_form(read_records(found._replace(paths=[path]), self._choose), seen)
+
+    def _of_one_form(self, records: Iterable[Document], seen: "Seen") -> Iterator[Document]:
+        """Yield the documents of records that all have one form, as `_documents` does."""
+        first = None
+        for record in records:
+            value = parse_record(record.text, record.where)
+            with locating(record.where):
+                form = find_messages(value, self.field, self.roles).form
+                if first is not None and form != first[0]:
+                    raise UserError(f"the form is {form}, but {first[0]} at {first[1]}; make two files of it")
+                turns = read_chat(value, self.field, self.roles).turns if self.loss_on == "each" else [None]
+            if first is None:
+                first = form, record.where
+                seen.forms[f"{form} in {record.container}"] += 1
+            yield from (record._replace(turn=turn, name=str(seen.chats) * (turn is not None)) for turn in turns)
+            seen.chats += 1
+            seen.refusals.check()
 
     def _choose(self, names: Sequence[str]) -> list[str]:
         """Choose the columns to read of a table: those that a chat may have."""
@@ -179,23 +183,10 @@ class Chat(FileSettings):
         return super()._how(vocab)._replace(end=None)
 
     def _read(self, found: Found, how: How) -> Kept:
-        refusals, nul = Refusals(drop=self.refused == "drop"), collections.Counter[str]()
-        seen = _Seen(refusals)
+        refusals, nul = Refusals(drop=self.refused == "drop"), Counter[str]()
+        seen = Seen(refusals)
         with self.format() as chats:
-
-            def make(document: Document) -> Ids:
-                record = parse_record(document.text, document.where)
-                chat, loss_on = read_chat(record, self.field, self.roles), self.loss_on
-                if document.turn is not None:
-                    chat, loss_on = chat.until(document.turn), "last"
-                try:
-                    encoded = chats.encode(chat, loss_on)
-                except RenderError as error:
-                    refusals.add(document.where, error)
-                    return Ids(np.zeros(0, how.dtype), np.zeros(0, bool))
-                if count := encoded.text.count("\0"):
-                    nul[document.where] += count
-                return Ids(encoded.ids.astype(how.dtype), encoded.mask)
+            make = self._maker(chats, how.dtype, refusals.add, nul)
 
             def about() -> dict[str, Any]:
                 refusals.check(seen.chats)
@@ -208,14 +199,42 @@ class Chat(FileSettings):
             how = how._replace(make=make, about=about, nothing=nothing)
             return kept(cache_folder(self.cache), found, self._documents(found, seen), how)
 
+    def _maker(
+        self, chats: ChatFormat, dtype: np.dtype, refuse: Callable[[str, RenderError], object], nul: Counter[str]
+    ) -> Make:
+        """Return what makes the ids and the mask of a chat.
+
+        Args:
+            chats: Renders it.
+            dtype: The dtype of the ids.
+            refuse: Is called with the place of a chat that the template refuses, which has no token then.
+            nul: Counts NUL characters by place.
+        """
+
+        def make(document: Document) -> Ids:
+            record = parse_record(document.text, document.where)
+            chat, loss_on = read_chat(record, self.field, self.roles), self.loss_on
+            if document.turn is not None:
+                chat, loss_on = chat.until(document.turn), "last"
+            try:
+                encoded = chats.encode(chat, loss_on)
+            except RenderError as error:
+                refuse(document.where, error)
+                return Ids(np.zeros(0, dtype), np.zeros(0, bool))
+            if count := encoded.text.count("\0"):
+                nul[document.where] += count
+            return Ids(encoded.ids.astype(dtype), encoded.mask)
+
+        return make
+
 
 @dataclasses.dataclass
-class _Seen:
+class Seen:
     """What was read: the refused chats, the number of chats, and that of files of each form and kind."""
 
     refusals: Refusals
     chats: int = 0
-    forms: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    forms: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 def folder_format(folder: str) -> ChatFormat:

@@ -3,7 +3,7 @@
 import abc
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from moezoo.data.order import reorder
 from moezoo.data.packing import Fitted, Packed, count_kept, fit, pack
 from moezoo.data.rows import Batch, Rows
 from moezoo.data.source import Source, read_checked
+from moezoo.data.stream import Batches, Json, Reader, Stream, StreamBatches
 from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
@@ -36,15 +37,20 @@ class _Places(NamedTuple):
 
 
 class Epochs(abc.ABC):
-    """The training rows of a source, in an order that follows from the seed. Threads may read at the same time."""
+    """The training rows of a source, in an order that follows from the seed."""
 
     @abc.abstractmethod
-    def read(self, numbers: _Numbers) -> Batch:
-        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
+    def batches(
+        self, batch_size: int, rows: Integer[np.ndarray, " rows"] | None, start: int, places: Sequence[Json] | None
+    ) -> Batches:
+        """Return endless batches.
 
-    @abc.abstractmethod
-    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
-        """Return the number of tokens in each row, padding not counted, without reading any."""
+        Args:
+            batch_size: The rows per batch.
+            rows: The rows of each batch to read and return; None for all.
+            start: The number of batches to skip, without reading them.
+            places: The places of a stream behind the batches to skip, of all processes; None for other data.
+        """
 
     @abc.abstractmethod
     def count(self, epochs: int) -> int:
@@ -64,13 +70,91 @@ class Epochs(abc.ABC):
         return []
 
 
-class _OneSource(Epochs):
+class Numbered(Epochs):
+    """Rows that have numbers, by which they are read. Threads may read at the same time."""
+
+    @abc.abstractmethod
+    def read(self, numbers: _Numbers) -> Batch:
+        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
+
+    @abc.abstractmethod
+    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
+        """Return the number of tokens in each row, padding not counted, without reading any."""
+
+    @property
+    @abc.abstractmethod
+    def on_disk(self) -> bool:
+        """Whether tokens are read from a file, which may be on a slow disk."""
+
+    def batches(
+        self, batch_size: int, rows: Integer[np.ndarray, " rows"] | None, start: int, places: Sequence[Json] | None
+    ) -> Batches:
+        del places
+        import grain  # takes a second to import, and a configuration can be read without it
+
+        def read(numbers: np.ndarray) -> Batch:
+            return self.read(numbers if rows is None else numbers[rows])
+
+        # Reading from memory takes a fraction of a step; a file is read ahead.
+        ahead = 4 if self.on_disk else 0
+        options = grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)
+        batches: Any = iter(grain.MapDataset.range(ENDLESS).batch(batch_size).map(read).to_iter_dataset(options))
+        batches.set_state({"next_index": start})
+        return _NumberedBatches(batches)
+
+
+class _NumberedBatches(Batches):
+    """Batches whose place is their number."""
+
+    def __init__(self, batches: Iterator[Batch]):
+        self._batches = batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+
+class _Streamed(Epochs):
+    """The rows of a stream, which has no numbers."""
+
+    def __init__(self, source: Source, stream: Stream, seq_len: int, seed: int):
+        self._source, self._stream, self._seq_len, self._seed = source, stream, seq_len, seed
+
+    def batches(
+        self, batch_size: int, rows: Integer[np.ndarray, " rows"] | None, start: int, places: Sequence[Json] | None
+    ) -> Batches:
+        del start
+        # Processes have equally many rows. Those that have the same ones have the same readers.
+        count = len(places) if places else batch_size // (batch_size if rows is None else len(rows))
+
+        def make(number: int) -> Reader:
+            return Reader(
+                self._stream,
+                number,
+                count,
+                seq_len=self._seq_len,
+                seed=self._seed,
+                packing=self._source.packing,
+                too_long=self._source.too_long,
+                place=places[number] if places else None,
+            )
+
+        return StreamBatches(make, count, self._stream.notes(count), batch_size=batch_size, rows=rows)
+
+    def count(self, epochs: int) -> int:
+        raise UserError(f"epochs={epochs}: {self._stream.shown} is a stream, whose length is not known; set steps")
+
+
+class _OneSource(Numbered):
     """The training rows of a source that is no mixture."""
 
     def __init__(self, source: Source, make: Callable[[int], Rows]):
         """`make` returns the rows of an epoch, from 0."""
         self._source, self._lock = source, threading.Lock()
         self._make = functools.lru_cache(maxsize=2)(make)  # a batch may have rows of two epochs
+
+    @property
+    def on_disk(self) -> bool:
+        return isinstance(self._source.train.tokens, np.memmap)
 
     def rows(self, epoch: int) -> Rows:
         """Return the rows of an epoch."""
@@ -200,17 +284,21 @@ class PackedEpochs(_OneSource):
         return _Places(epochs, numbers - np.array(ends, np.int64)[epochs])
 
 
-class _Mixed(Epochs):
+class _Mixed(Numbered):
     """Rows of several sources, drawn by weight. Each source has epochs of its own."""
 
     def __init__(self, source: Source, seq_len: int, seed: int):
         self._names = list(source.weighted)
         self._draws = Draws([part.weight for part in source.weighted.values()], seed)
         self._epochs = {
-            number: make_epochs(part.source, seq_len=seq_len, seed=seed)
+            number: _make_numbered(part.source, seq_len, seed)
             for number, part in enumerate(source.weighted.values())
             if part.weight  # another may have no text to train on
         }
+
+    @property
+    def on_disk(self) -> bool:
+        return any(each.on_disk for each in self._epochs.values())
 
     def describe(self) -> list[str]:
         return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.describe()]
@@ -250,7 +338,8 @@ def make_epochs(source: Source, *, seq_len: int, seed: int) -> Epochs:
     """Return the training rows of a source: the windows of its stream, or its packed documents.
 
     Windows are shuffled; of a source with shards, documents are, and windows follow their order. Packed documents, and
-    parts of long ones, are shuffled in the order of shards, or all together. Rows of a mixture are drawn by weight.
+    parts of long ones, are shuffled in the order of shards, or all together. Rows of a mixture are drawn by weight, and
+    a stream has an order of its own.
 
     Args:
         source: The data.
@@ -259,6 +348,13 @@ def make_epochs(source: Source, *, seq_len: int, seed: int) -> Epochs:
     """
     if source.weighted:
         return _Mixed(source, seq_len, seed)
+    if source.stream is not None:
+        return _Streamed(source, source.stream, seq_len, seed)
+    return _make_numbered(source, seq_len, seed)
+
+
+def _make_numbered(source: Source, seq_len: int, seed: int) -> Numbered:
+    """Return the rows of a source that is neither a mixture nor a stream."""
     if source.packing == "whole":
         return PackedEpochs(source, seq_len, seed)
     if source.shards is None:

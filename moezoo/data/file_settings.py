@@ -62,19 +62,15 @@ class FileSettings(HeldOutSettings):
         if path is None and own is None:
             raise UserError(f"data.path is required for data={self.kind}; pass data.path=FILE_OR_FOLDER")
         how, held_out = self._how(vocab), None
-        found = None if path is None else find_files(path, key="data.path", suffixes=self.suffixes)
+        found = None if path is None else self.find_training(path)
         if own is None:
             assert found is not None
             read = self._read(found, how)
             split = self.split(read)
         else:
-            apart = find_files(own, key="data.validation", suffixes=self.suffixes)
+            apart = self.find_validation(own)
             if found is not None:
-                # Validation files may be in a subfolder of the training files, and must not be trained on.
-                withheld = {file.resolve() for file in apart.paths}
-                found = found._replace(paths=[file for file in found.paths if file.resolve() not in withheld])
-                if not found.paths:
-                    raise UserError(f"data.validation={own} holds every file of data.path={path}; give different files")
+                found = self.withhold(found, apart)
             read = nothing(how.dtype) if found is None else self._read(found, how)
             held_out = self._read(apart, how)
             hashes, names = (read.hashes, held_out.hashes), tuple(held_out.names)
@@ -98,6 +94,24 @@ class FileSettings(HeldOutSettings):
         return dataclasses.replace(
             source, shards=self.shards(read), notes=notes, warnings=warnings, ends=ends if self.answers else ()
         )
+
+    def find_training(self, path: str) -> Found:
+        """Return the files of `path`. Raises `UserError` if there is none."""
+        return find_files(path, key="data.path", suffixes=self.suffixes)
+
+    def find_validation(self, own: str) -> Found:
+        """Return the files of `validation`. Raises `UserError` if there is none."""
+        return find_files(own, key="data.validation", suffixes=self.suffixes)
+
+    def withhold(self, found: Found, apart: Found) -> Found:
+        """Return files to train on without those `apart`, which may be in a subfolder. Raises `UserError` for none."""
+        withheld = {file.resolve() for file in apart.paths}
+        found = found._replace(paths=[file for file in found.paths if file.resolve() not in withheld])
+        if not found.paths:
+            raise UserError(
+                f"data.validation={self.validation} holds every file of data.path={self.path}; give different files"
+            )
+        return found
 
     def split(self, read: Kept) -> Split:
         """Return the training and the validation documents."""

@@ -46,13 +46,15 @@ class Found(NamedTuple):
     - `shown`: what the user wrote, as messages begin;
     - `root`: the folder that names of files start from;
     - `paths`: the files, sorted by name;
-    - `alone`: whether the user named the one file itself, not a folder or a pattern.
+    - `alone`: whether the user named the one file itself, not a folder or a pattern;
+    - `part`: which part of the files is read, in words; empty for all.
     """
 
     shown: str
     root: Path
     paths: list[Path]
     alone: bool
+    part: str = ""
 
     def name(self, path: Path) -> str:
         """Return the name of one of the files: its path from `root`."""

@@ -80,6 +80,10 @@ class Mixture(DataSettings):
         for name, (settings, weight) in self._settings().items():
             with naming(name):
                 parts[name] = Part(load_unchecked(settings, seed=seed, vocab=vocab), weight)
+                if weight and parts[name].source.stream is not None:
+                    raise UserError(
+                        "a stream is no source of a mixture, which draws rows by number; set streaming=false"
+                    )
         self._check_tokenizers(parts)
         total = sum(part.weight for part in parts.values())
         widest = max((part.source for part in parts.values()), key=lambda source: source.vocab)

@@ -13,6 +13,7 @@ from moezoo.data.corpus import Corpus, fingerprint
 from moezoo.data.held_out import Split
 from moezoo.data.packing import Packing, TooLong, fit, pack
 from moezoo.data.rows import Batch, Rows
+from moezoo.data.stream import Stream
 from moezoo.data.token_bytes import TokenBytes
 from moezoo.data.tokenizer import Bytes, Tokenizer
 from moezoo.data.windows import Windows
@@ -46,6 +47,7 @@ class Source:
     - `encode`, `decode`: convert text to token ids and back; data without a tokenizer has ids as decimal numbers;
     - `token_bytes`: returns the bytes of text that each id stands for; raises `UserError` where that is not known;
     - `unsettled`: returns the ids whose text may be another once more ids follow; None where any may;
+    - `stream`: the training documents, where they are read one after another; then `train` holds nothing;
     - `whole`: the documents of both splits in their order, where validation documents are held out of them;
     - `ends`: the tokens that end an answer;
     - `notes`, `warnings`: what a user should know, and should look at, of how the data were read, in lines.
@@ -65,6 +67,7 @@ class Source:
     packing: Packing = "stream"
     too_long: TooLong = "parts"
     weighted: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    stream: Stream | None = None
     whole: Corpus | None = None
     ends: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -78,10 +81,12 @@ class Source:
 
     @functools.cached_property
     def documents_hash(self) -> str:
-        """A hash of the training documents: where each begins and, of many tokens, of evenly spaced parts."""
-        return hashlib.sha256(" ".join(fingerprint(part.train) for part in self.parts.values()).encode()).hexdigest()[
-            :16
-        ]
+        """A hash of the training documents: where each begins and, of many tokens, of evenly spaced parts.
+
+        Of a stream, a hash of its first documents.
+        """
+        parts = [part.stream.fingerprint if part.stream else fingerprint(part.train) for part in self.parts.values()]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
     def question(self, longest: int) -> Int32[np.ndarray, "length"] | None:
         """Return a validation document up to its first token that is predicted, for a model to answer.
@@ -122,6 +127,7 @@ class Source:
             "the packing": f"{self.packing}, {self.too_long}",
             **{f"the number of {side} windows": len(Windows(corpus, seq_len)) for side, corpus in sides.items()},
             "the sha256 of all token ids": self.summary.get("sha256"),
+            "the first documents of the stream": self.stream and self.stream.fingerprint,
             **{f"the hash of the {side} tokens": fingerprint(corpus) for side, corpus in sides.items()},
         }
 

@@ -15,7 +15,7 @@ _Ids = Int32[np.ndarray, "predicted"]
 def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**24, chunk: int = 2**18) -> float | None:
     """Return the validation loss of an interpolated trigram model, in nats per token.
 
-    None for more than 256 tokens, and for a mixture, whose sources would need one model each.
+    None for more than 256 tokens, for a stream, and for a mixture, whose sources would need one model each.
 
     With c the counts after a history h, T the number of different tokens that followed it, and h' the history without
     its oldest token, the probability of the next token w is
@@ -33,7 +33,7 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
         chunk: The number of tokens to process together.
     """
     vocab = source.vocab
-    if vocab > _LARGEST_VOCAB or source.weighted:
+    if vocab > _LARGEST_VOCAB or source.weighted or source.stream:
         return None
     unigrams, bigrams = np.zeros(vocab, np.int64), np.zeros((vocab, vocab), np.int64)
     trigrams = np.zeros((vocab, vocab, vocab), np.uint32)

@@ -22,7 +22,10 @@ _VERSIONS = {"moezoo": "moezoo", "jax": "JAX", "python": "Python"}
 
 
 def record_data(source: Source) -> dict[str, Any]:
-    """Return what a checkpoint records of data: kind and sizes of each source of a mixture by name, or of "" alone."""
+    """Return what a checkpoint records of data: kind and sizes of each source of a mixture by name, or of "" alone.
+
+    The size of a stream is not known.
+    """
     return {
         name: {
             "kind": part.name,
@@ -30,6 +33,7 @@ def record_data(source: Source) -> dict[str, Any]:
             **{
                 side: {"documents": corpus.documents, "tokens": len(corpus)}
                 for side, corpus in (("training", part.train), ("validation", part.validation))
+                if side == "validation" or part.stream is None
             },
             "held_out": part.summary.get("held out", ""),
         }

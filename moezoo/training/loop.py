@@ -6,7 +6,7 @@ import itertools
 import signal
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 
 from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
-from moezoo.data import Batch, Source
+from moezoo.data import Source
 from moezoo.data.epochs import Epochs
+from moezoo.data.stream import Batches
 from moezoo.errors import UserError
 from moezoo.host import in_units
 from moezoo.models.base import LanguageModel
@@ -119,7 +120,7 @@ class Loop:
         self._lost = np.zeros(2, np.int64)
         self._evaluator = Evaluator(step.blueprint.shapes, source, cfg, execution)
 
-    def train(self, state: State, batches: Iterator[Batch], start: int, signals: Signals) -> tuple[State, Evaluation]:
+    def train(self, state: State, batches: Batches, start: int, signals: Signals) -> tuple[State, Evaluation]:
         """Run steps `start` + 1 to the last; evaluate and save as configured and at the end, also without a step.
 
         The last step is that of `steps`, or that of a validation with which `eval_patience` is exhausted.
@@ -130,6 +131,7 @@ class Loop:
             UserError: A checkpoint cannot be written, or too many steps in a row are skipped.
         """
         cfg, final = self.cfg, self.cfg.last_step
+        self._batches = batches
         check_shardings(state, self.step.state_shardings)
         if start == final:
             return state, self._evaluate_only(state, signals)
@@ -302,7 +304,8 @@ class Loop:
                 trees[FROZEN] = as_saved_pieces(self.cfg, frozen)
                 if not self.checkpoints.keeps_frozen:
                     trees["model"] = eqx.combine(trees["model"], trees.pop(FROZEN))
-        about = describe_run(self.cfg, loader_state(read, self._source, self.seen), record_data(self._source))
+        loader = loader_state(read, self._source, self.seen, self._batches.places())
+        about = describe_run(self.cfg, loader, record_data(self._source))
         self.checkpoints.save(number, trees, about, best=self.validations.step)
 
     def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:

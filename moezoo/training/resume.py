@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,7 +41,7 @@ _FIXED = (
 )
 _FIXED += tuple(f"optimizer.{key}" for key in ("name", "moment_dtype", "muon", "adamw"))
 # The data, and those of a source of a mixture, may have moved to another path.
-_FREE = re.compile(r"data(\.sources\.\w+)?\.(path|cache|eval_sequences)|adapter\.init_from")
+_FREE = re.compile(r"data(\.sources\.\w+)?\.(path|data_files\.\w+|download|cache|eval_sequences)|adapter\.init_from")
 
 
 def run_settings(cfg: TrainConfig) -> TrainConfig:
@@ -131,10 +133,24 @@ def describe_run(cfg: TrainConfig, loader: Mapping[str, Any], data: Mapping[str,
     }
 
 
-def loader_state(batches: int, source: Source, seen: Mapping[str, int]) -> dict[str, Any]:
-    """Return the position in the data, hashes of all ids, if they are in files, and of documents, and tokens seen."""
+def loader_state(
+    batches: int, source: Source, seen: Mapping[str, int], places: Mapping[int, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the position in the data, hashes of all ids, if they are in files, and of documents, and tokens seen.
+
+    Of a stream, `places` are those of this process's readers, and the result has those of all processes, in order: then
+    all processes must call this at the same point.
+    """
     hashes = {"sha256": source.summary.get("sha256"), "documents": source.documents_hash}
-    return {"batches": batches, **hashes, **({"seen": dict(seen)} if seen else {})}
+    state: dict[str, Any] = {"batches": batches, **hashes, **({"seen": dict(seen)} if seen else {})}
+    if places:
+        found = {
+            int(number): place
+            for text in distributed.gather_texts(json.dumps(places))
+            for number, place in json.loads(text).items()
+        }
+        state["places"] = [found[number] for number in sorted(found)]
+    return state
 
 
 def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig) -> int:

@@ -1,5 +1,6 @@
 """`train`: train a model as configured, and write a run folder."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from moezoo.config.compose import as_mapping, folder_path
 from moezoo.config.run_folders import AUTO, find, steps
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, trigram_loss
-from moezoo.data.batches import read_batches
 from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
 from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
@@ -96,6 +96,7 @@ class _Prepared(NamedTuple):
     step: Step
     folder: Path
     batches_read: int
+    places: list[Any] | None
     seen: dict[str, int]
     changed: list[str]
     history: list[MetricsRow]
@@ -182,14 +183,15 @@ def _train(
     supervisor.report_to_watcher(str(folder))
     feed = step.feed()
     micro = cfg.batch_size // cfg.micro_batches
-    batches = read_batches(source, prepared.epochs, batch_size=micro, rows=feed.rows, start=prepared.batches_read)
+    batches = prepared.epochs.batches(micro, feed.rows, prepared.batches_read, prepared.places)
+    report.print_lines([("note", line) for line in batches.notes])
     with writing_to("run_dir", folder):
         size = sum(x.nbytes for x in jax.tree.leaves(state))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint_keep, size)
     # The first process counts for all: another may still see an older file.
     before = Validations(*distributed.first(lambda: count_validations(prepared.history)))
     loop = Loop(cfg, execution, step, source, prepared.epochs, writers, checkpoints, feed, prepared.seen, before)
-    with Signals() as signals:
+    with Signals() as signals, contextlib.closing(batches):
         try:
             state, evaluation = loop.train(state, batches, start, signals)
         finally:
@@ -254,6 +256,7 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)
     seen = {} if before is None else before.about["loader"].get("seen", {})
+    places = None if before is None else before.about["loader"].get("places")
     epochs = make_epochs(source, seq_len=cfg.seq_len, seed=cfg.seed)
     cfg, history = _with_steps(cfg, epochs), []
     if before is not None:  # the rate is computed, so JAX has to have its devices
@@ -267,7 +270,7 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
         with writing_to("run_dir", folder):
             check_disk(cfg, step, folder)
     return _Prepared(
-        cfg, execution, source, epochs, baseline, step, folder, batches_read, seen, changed, history, warnings
+        cfg, execution, source, epochs, baseline, step, folder, batches_read, places, seen, changed, history, warnings
     )
 
 

@@ -15,8 +15,8 @@ from training_runs import assert_same_models, steps_only
 import moezoo
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.data import load, train_batches, trigram_loss, validation_batches
+from moezoo.data.epochs import Numbered
 from moezoo.training import loop
-from moezoo.training import train as module
 from moezoo.training.build import build_model_on_mesh
 
 
@@ -28,15 +28,15 @@ def test_a_model_on_a_mesh_has_the_seed_and_dtype_of_the_run(tiny):
 
 def test_figures_of_a_run(tiny, monkeypatch, capsys):
     """With a clock that advances by half a second per look: around reading, a step of 8 x 16 tokens, and a save."""
-    looks, asked, read = itertools.count(), [], module.read_batches
+    looks, asked, read = itertools.count(), [], Numbered.batches
     clock = types.SimpleNamespace(perf_counter=lambda: next(looks) / 2, monotonic=time.monotonic, time=lambda: 7)
     monkeypatch.setattr(loop, "time", clock)
 
-    def read_and_note(source, epochs, **settings):
-        asked.append((settings["batch_size"], settings["start"], epochs.read(np.arange(8)).tokens.tolist()))
-        return read(source, epochs, **settings)
+    def read_and_note(epochs, batch_size, rows, start, places):
+        asked.append((batch_size, start, epochs.read(np.arange(8)).tokens.tolist()))
+        return read(epochs, batch_size, rows, start, places)
 
-    monkeypatch.setattr(module, "read_batches", read_and_note)
+    monkeypatch.setattr(Numbered, "batches", read_and_note)
     overrides = ("mesh=single", "dispatch=gather", "model.layers=1", "model.z_loss=0", "seed=3")
     cfg = moezoo.compose(*tiny, *overrides, "steps=5", "log_every=3", "eval_every=0")
     run = moezoo.train(cfg)
@@ -47,6 +47,7 @@ def test_figures_of_a_run(tiny, monkeypatch, capsys):
     assert 2**25 < run.history[0]["peak_bytes"] <= run.history[1]["peak_bytes"] < 2**40
     assert all(row["z_loss"] == 0 < row["load_balance_loss"] for row in run.history)
 
+    monkeypatch.undo()
     source = load(cfg.data, seq_len=16, seed=3, vocab=32)
     batch = next(train_batches(source, seq_len=16, batch_size=8, seed=3))
     assert asked == [(8, 0, batch.tokens.tolist())]

@@ -20,7 +20,6 @@ from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, compose, to_yaml
 from moezoo.config.run_folders import steps
 from moezoo.data import load
-from moezoo.data.batches import read_batches
 from moezoo.data.epochs import make_epochs
 from moezoo.moe.dispatch import Gather
 from moezoo.optim import Constant, Cosine
@@ -183,7 +182,7 @@ def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
         log, checkpoints = MetricsLog(None, []), Checkpoints(tmp_path / str(save_seconds), 9, size=0)
         minutes = map(float, itertools.count(step=60))
         loop = Loop(cfg, execution, step, source, epochs, [log], checkpoints, feed, clock=minutes.__next__)
-        batches = read_batches(source, epochs, batch_size=cfg.batch_size, rows=feed.rows, start=0)
+        batches = epochs.batches(cfg.batch_size, feed.rows, 0, None)
         loop.train(build_state(cfg, execution, step), batches, 0, Signals())
         checkpoints.close()
         assert steps(checkpoints.folder) == saved
@@ -326,6 +325,16 @@ def test_a_changed_model_or_data_is_refused(run, tiny_text, tmp_path):
     (tmp_path / "b/1.txt").write_text("one two " + "three four " * 200)
     with pytest.raises(moezoo.UserError, match=r"was trained on documents with hash \w+, and this data has \w+; use"):
         read_batch_count(state, load(cfg.data, seq_len=16, seed=0, vocab=256), cfg)
+
+
+def test_places_of_all_processes_are_saved(tiny, monkeypatch):
+    source = load(moezoo.compose(*tiny).data, seq_len=16, seed=0, vocab=32)
+    assert "places" not in loader_state(7, source, {})
+    others = '{"1": {"rows": 5}, "10": {"rows": 6}}'
+    monkeypatch.setattr("moezoo.training.resume.distributed.gather_texts", lambda own: [others, own])
+    assert loader_state(7, source, {}, {2: {"rows": 4}, 0: {"rows": 3}})["places"] == [
+        {"rows": n} for n in (3, 5, 4, 6)
+    ]
 
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
