@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from moezoo.data.json_values import without_nulls
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError, describe_class
 
@@ -104,15 +105,8 @@ def _encode(row: dict[str, Any], where: str) -> bytes:
         raise UserError(f"{where} holds {describe_class(value)}, and no text or number; convert the column")
 
     return json.dumps(
-        {key: _without_nulls(value) for key, value in row.items()}, ensure_ascii=False, default=refuse
+        {key: without_nulls(value) for key, value in row.items()}, ensure_ascii=False, default=refuse
     ).encode()
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value in which no object has null: there all rows have the keys that any of them has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _library(shown: str) -> Any:

@@ -27,7 +27,7 @@ from moezoo.data.documents import Document, Make, all_of_text
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found
 from moezoo.data.held_out import Split
-from moezoo.data.json_values import kind
+from moezoo.data.json_values import kind, without_nulls
 from moezoo.data.packing import BUFFER
 from moezoo.data.source import Source, make_source
 from moezoo.data.stream import Chunk, Stream, read_corpus
@@ -389,7 +389,7 @@ class HfChat(Chat, DataSet):
 
     def convert(self, batch: Mapping[str, list[Any]], shown: str, number: int) -> Iterator[Document]:
         for place, values in enumerate(zip(*batch.values(), strict=True), number):
-            record = _without_nulls(dict(zip(batch, values, strict=True)))
+            record = without_nulls(dict(zip(batch, values, strict=True)))
             text = json.dumps(record, default=str, ensure_ascii=False)
             yield Document(text.encode(), f"{shown} row {place}", container="a data set")
 
@@ -405,16 +405,6 @@ class HfChat(Chat, DataSet):
         make = self._maker(chats, how.dtype, refuse, collections.Counter())
         weakref.finalize(make, chats.close)
         return make
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of objects that are null: a column has each key of any of its rows in all.
-
-    Nor has it those that are NaN, which JSON has not.
-    """
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None and item == item}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _saved(found: Any, split: str, shown: str) -> Any:

@@ -110,6 +110,16 @@ def parse_record(line: bytes, where: str) -> Any:
         raise UserError(f"{where} is not JSON ({reason}); write one object per line") from error
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of objects that are null or NaN, which JSON has not.
+
+    A column of a table has each key of any of its rows in all of them.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None and item == item}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def kind(value: object) -> str:
     """Return what JSON calls a value."""
     kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
