@@ -54,7 +54,7 @@ def _join(chat: Chat, more: Chat) -> Chat:
 
 def _read_history(history: str, field: str) -> Chat:
     found = find_files(history, key="history", suffixes=SUFFIXES)
-    lines = [*itertools.islice(read_records(found), 2)]
+    lines = [*itertools.islice(read_records(found, chats=True), 2)]
     if len(lines) != 1:
         what = "several chats" if lines else "no chat"
         raise UserError(f"{found.shown} has {what}; give a file with one, such as a JSON object in a line")

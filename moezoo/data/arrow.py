@@ -50,7 +50,9 @@ def read_rows(file: BinaryIO, path: Path | None, kind: str, shown: str, choose: 
                     for row in _rows(batch.slice(begin, _ROWS), shown, number):
                         number += 1
                         yield Row(_encode(row, f"{shown} row {number}"), number, group)
-        except (pyarrow.ArrowException, OSError) as error:
+        except UserError:
+            raise
+        except (pyarrow.ArrowException, OSError, LookupError, TypeError, ValueError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or one_line(error)
             raise UserError(f"{shown} cannot be read ({reason}); copy or make it again") from error
 

@@ -60,7 +60,8 @@ class How(NamedTuple):
     - `dtype`: it holds every id;
     - `make`: makes the ids of a document, and its mask; None for those of all its text;
     - `about`: returns what else is to be known of the documents that were made, as JSON: `notes`, lines for a user;
-    - `nothing`: what is wrong, and what to do, where no document has a token.
+    - `nothing`: what is wrong, and what to do, where no document has a token;
+    - `skips`: whether a document without tokens is left out.
     """
 
     reader: str
@@ -71,6 +72,7 @@ class How(NamedTuple):
     make: Make | None = None
     about: Callable[[], Mapping[str, Any]] = dict
     nothing: str = NO_TOKENS
+    skips: bool = False
 
 
 def nothing(dtype: np.dtype) -> Kept:
@@ -145,6 +147,8 @@ def _write(path: Path, found: Found, documents: Iterable[Document], how: How, be
             tokens += len(made.ids)
             if count := document.text.count(b"\0"):
                 nul[document.where] += count
+            if how.skips and not len(made.ids):
+                continue
             if document.name:
                 names.append(document.name)
             yield made

@@ -15,7 +15,7 @@ import numpy as np
 
 from moezoo.data.cache import How, Kept, cache_folder, kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
-from moezoo.data.chat_forms import find_messages, wanted
+from moezoo.data.chat_forms import columns, find_messages
 from moezoo.data.chat_records import ROLES, read_chat
 from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
@@ -42,7 +42,7 @@ _MADE = 3  # how a chat becomes ids; another number makes older entries of the c
 class Chat(FileSettings):
     """Chats, as `moezoo.data.chat_records.read_chat` takes them, in a chat template.
 
-    - `field`: the key of the messages in each record, or two keys USER/ANSWER, looked for before the known ones;
+    - `field`: the key of the messages in each record, or two keys USER/ANSWER; "messages" stands for all known forms;
     - `roles`: roles by other names: theirs -> ours;
     - `refused`: whether chats that the template refuses end the run, or are left out. They are counted;
     - `template`: a file with the template; None for that in the folder of `tokenizer`;
@@ -75,6 +75,8 @@ class Chat(FileSettings):
         except ValueError as error:
             shown = show(f"data.date={self.date}")
             raise UserError(f"{shown} is no date ({error}); write one such as {DATE}") from None
+        if not 1 <= len(keys := self.field.split("/")) <= 2 or len({*filter(None, keys)}) < len(keys):
+            raise UserError(f"{show(f'data.field={self.field}')}: expected a key, or two different ones as USER/ANSWER")
         for theirs, ours in self.roles.items():
             if ours not in ROLES:
                 raise UserError(f"{show(f'data.roles.{theirs}={ours}')} is none of moezoo's; valid: {', '.join(ROLES)}")
@@ -92,7 +94,7 @@ class Chat(FileSettings):
     def _documents(self, found: Found, seen: "Seen") -> Iterator[Document]:
         """Yield documents, and count in `seen` what they are. Raises `UserError` when it has too many refused ones."""
         for path in found.paths:
-            yield from self._of_one_form(read_records(found._replace(paths=[path]), self._choose), seen)
+            yield from self._of_one_form(read_records(found._replace(paths=[path]), self._choose, chats=True), seen)
 
     def _of_one_form(self, records: Iterable[Document], seen: "Seen") -> Iterator[Document]:
         """Yield the documents of records that all have one form, as `_documents` does."""
@@ -100,7 +102,7 @@ class Chat(FileSettings):
         for record in records:
             value = parse_record(record.text, record.where)
             with locating(record.where):
-                form = find_messages(value, self.field, self.roles).form
+                form, _, unread = find_messages(value, self.field, self.roles)
                 if first is not None and form != first[0]:
                     raise UserError(f"the form is {form}, but {first[0]} at {first[1]}; make two files of it")
                 turns = read_chat(value, self.field, self.roles).turns if self.loss_on == "each" else [None]
@@ -109,12 +111,13 @@ class Chat(FileSettings):
                 seen.forms[f"{form} in {record.container}"] += 1
             yield from (record._replace(turn=turn, name=str(seen.chats) * (turn is not None)) for turn in turns)
             seen.chats += 1
+            seen.empty += not turns
+            seen.unread.update(unread)
             seen.refusals.check()
 
     def _choose(self, names: Sequence[str]) -> list[str]:
         """Choose the columns to read of a table: those that a chat may have."""
-        chosen = wanted(self.field)
-        return [name for name in names if name in chosen] or list(names)
+        return columns(names, self.field)
 
     def load(self, *, seed: int, vocab: int) -> Source:
         source = super().load(seed=seed, vocab=vocab)
@@ -138,7 +141,7 @@ class Chat(FileSettings):
     def encode_line(self, number: int) -> list[EncodedChat]:
         """Return what is trained of chat number `number`, from 1, of `path`. Raises `UserError` as training on it."""
         found = find_files(self.path or "", key="chat", suffixes=self.suffixes)
-        document = next(itertools.islice(read_records(found, self._choose), number - 1, None), None)
+        document = next(itertools.islice(read_records(found, self._choose, chats=True), number - 1, None), None)
         if document is None:
             raise UserError(f"{found.shown} has no chat number {number}; choose a smaller number")
         record = parse_record(document.text, document.where)
@@ -190,13 +193,13 @@ class Chat(FileSettings):
 
             def about() -> dict[str, Any]:
                 refusals.check(seen.chats)
-                notes = [*chats.notes(), *refusals.notes(seen.chats), *describe_nul(nul)]
+                notes = [*chats.notes(), *refusals.notes(seen.chats), *seen.notes(), *describe_nul(nul)]
                 forms = (f"{form}: {number} files" if number > 1 else form for form, number in seen.forms.items())
                 facts = {"answers_end": chats.ends(), "form": ", ".join(forms)}
                 return {"notes": notes, "warnings": refusals.warnings(seen.chats), **facts}
 
             nothing = f"the template {self.read_template().shown} writes nothing for these chats; give another template"
-            how = how._replace(make=make, about=about, nothing=nothing)
+            how = how._replace(make=make, about=about, nothing=nothing, skips=True)
             return kept(cache_folder(self.cache), found, self._documents(found, seen), how)
 
     def _maker(
@@ -230,11 +233,28 @@ class Chat(FileSettings):
 
 @dataclasses.dataclass
 class Seen:
-    """What was read: the refused chats, the number of chats, and that of files of each form and kind."""
+    """What was read.
+
+    - `refusals`: the refused chats;
+    - `chats`, `empty`: the number of chats, and of those without a turn to train in an example of its own;
+    - `forms`: the number of files of each form and kind;
+    - `unread`: the number of records with each key that is not read.
+    """
 
     refusals: Refusals
     chats: int = 0
+    empty: int = 0
     forms: Counter[str] = dataclasses.field(default_factory=Counter)
+    unread: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def notes(self) -> list[str]:
+        """Return lines about what is not trained."""
+        lines = [f"{self.empty:,} of {self.chats:,} chats have no turn to train"] if self.empty else []
+        if self.unread:
+            keys = [f"{show(key)} ({number:,})" for key, number in self.unread.most_common(8)]
+            keys += [f"and {len(self.unread) - 8} others"] if len(self.unread) > 8 else []
+            lines.append(f"keys of records that are not read: {', '.join(keys)}")
+        return lines
 
 
 def folder_format(folder: str) -> ChatFormat:

@@ -1,6 +1,6 @@
 """The forms of records of chats: which keys hold the messages."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moezoo.data.json_values import from_json, kind
@@ -30,15 +30,25 @@ _LIKE = '{"messages": [{"role": ..., "content": ...}, ...]}'
 
 
 class Found(NamedTuple):
-    """The messages of a record, not yet checked, and the name of its form."""
+    """What a record holds.
+
+    - `form`: the name of its form;
+    - `messages`: not yet checked;
+    - `unread`: its other keys.
+    """
 
     form: str
     messages: list[Any]
+    unread: list[str]
 
 
-def wanted(field: str) -> frozenset[str]:
-    """Return the keys that a chat may have, of which `field` holds messages, or USER/ASSISTANT a pair."""
-    return frozenset({*(key for keys in _forms(field) for key in keys), *INPUTS, SYSTEM, *BESIDE, *_PREFERENCE})
+def columns(names: Sequence[str], field: str) -> list[str]:
+    """Return the columns of a table that chats are read from. Raises `UserError` for a table without chats."""
+    found = {key for keys in _forms(field) if all(key in names for key in keys) for key in keys}
+    if not found and not all(key in names for key in _PREFERENCE):
+        raise UserError(f"has no chats: {_describe_missing(field, names)}")
+    inputs = INPUTS if "instruction" in found else ()
+    return [name for name in names if name in {*found, *inputs, SYSTEM, *BESIDE, *_PREFERENCE}]
 
 
 def find_messages(record: Any, field: str, roles: Mapping[str, str]) -> Found:
@@ -46,7 +56,7 @@ def find_messages(record: Any, field: str, roles: Mapping[str, str]) -> Found:
 
     Args:
         record: A JSON value: an object of one of the forms, or a list of messages.
-        field: The key of a list of messages, or two keys USER/ASSISTANT, which are looked for before the others.
+        field: The key of a list of messages, or two keys USER/ANSWER; other forms are known only to the default.
         roles: Roles of this project by other names, before those of `ROLES`.
 
     Raises:
@@ -55,25 +65,30 @@ def find_messages(record: Any, field: str, roles: Mapping[str, str]) -> Found:
     if not isinstance(record, dict | list):
         raise UserError(f"the record is {kind(record)}, not an object; write {_LIKE}")
     if isinstance(record, list):
-        return Found(_LIST, [_rename(message, roles) for message in record])
-
+        return Found(_LIST, [_rename(message, roles) for message in record], [])
     if form := next((keys for keys in _forms(field) if all(record.get(key) is not None for key in keys)), None):
         return _read(record, form, roles)
     if all(key in record for key in _PREFERENCE):
         raise UserError("chosen and rejected are a preference pair, on which moezoo does not train yet; give chats")
     if form := next((keys for keys in _forms(field) if all(key in record for key in keys)), None):
         return _read(record, form, roles)  # which is refused, as null
-    near = nearest(field, record) if record else "the object is empty"
-    raise UserError(f"neither {show(field)} nor another known form is there; {near}; set data.field=KEY or USER/ANSWER")
+    raise UserError(_describe_missing(field, record))
+
+
+def _describe_missing(field: str, names: Collection[str]) -> str:
+    near = nearest(field, names) if names else "the object is empty"
+    missing = "neither messages nor another known form is" if field == LISTS[0] else f"{show(field)} is not"
+    return f"{missing} there; {near}; set data.field=KEY or USER/ANSWER"
 
 
 def _forms(field: str) -> list[tuple[str, ...]]:
     """Return the keys of each form, in the order in which they are looked for."""
-    return list(dict.fromkeys([tuple(field.split("/")), *((key,) for key in LISTS), *PAIRS]))
+    own = tuple(field.split("/"))
+    return [*((key,) for key in LISTS), *PAIRS] if field == LISTS[0] else [own]
 
 
 def _read(record: Mapping[str, Any], form: tuple[str, ...], roles: Mapping[str, str]) -> Found:
-    name, messages = "/".join(form), []
+    name, messages, beside = "/".join(form), [], None
     if len(form) == 1:
         check_kind(
             messages := from_json(record[name], list), list, show(name), "not an array of messages; set data.field"
@@ -95,12 +110,13 @@ def _read(record: Mapping[str, Any], form: tuple[str, ...], roles: Mapping[str, 
             if any(isinstance(message, dict) and message.get("role") == "system" for message in messages):
                 raise UserError(f"{SYSTEM} is beside messages of the system, and differs; leave one of them out")
             messages = [first, *messages]
-    return Found(name, messages)
+    read = {*form, beside, SYSTEM, *BESIDE}
+    return Found(name, messages, [key for key, value in record.items() if key not in read and value not in (None, "")])
 
 
 def _rename(message: Any, roles: Mapping[str, str]) -> Any:
     """Return a message with this project's names of its keys and of its role."""
-    if not isinstance(message, dict):
+    if not isinstance(message := from_json(message, dict), dict):
         return message
     names = {next((key for key in keys if key in message), keys[0]): keys[0] for keys in (ROLE, CONTENT)}
     renamed = {names.get(key, key): value for key, value in message.items()}

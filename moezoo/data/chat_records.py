@@ -98,7 +98,7 @@ def read_chat(record: Any, field: str = "messages", roles: Mapping[str, str] = M
     Raises:
         UserError: The value is not so.
     """
-    form, messages = find_messages(record, field, roles)
+    form, messages, _ = find_messages(record, field, roles)
     record = record if isinstance(record, dict) else {}
     if not messages:
         raise UserError(f"{form} is empty; give at least one message, or leave the line out")
@@ -106,7 +106,7 @@ def read_chat(record: Any, field: str = "messages", roles: Mapping[str, str] = M
     excluded = frozenset(
         number for number, message in enumerate(checked) if _is_excluded(message, f"message {number + 1}")
     )
-    tools, variables = from_json(record.get("tools"), list), record.get("chat_template_kwargs")
+    tools, variables = from_json(record.get("tools") or None, list), record.get("chat_template_kwargs")
     check_kind(tools, list | None, "tools", "not an array; write a list of objects, or null")
     check_kind(variables, dict | None, "chat_template_kwargs", "not an object; write names and values")
     if taken := [name for name in variables or {} if name in _TAKEN]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from moezoo.data.chat_renderer import RenderError
 from moezoo.errors import UserError
-from moezoo.typed import counted
 
 _NAMED = 3  # chats that are named with their reason, and reasons that are counted
 _ENOUGH = 100  # refused chats after which a run ends that ends anyway
@@ -40,7 +39,7 @@ class Refusals:
         """
         refused = len(self._refused)
         if (refused and refused == chats) or (not self._drop and refused >= (_ENOUGH if chats is None else 1)):
-            raise UserError(f"{self._describe(chats)}; {_DROP}")
+            raise UserError(f"{self._describe(chats)}; {'correct them' if self._drop else _DROP}")
 
     def notes(self, chats: int) -> list[str]:
         """Return lines about what is left out."""
@@ -59,14 +58,14 @@ class Refusals:
         with self._lock:
             found = _in_order(self._refused)
         first = "; ".join(f"{where}: {why}" for where, why in list(found.items())[:_NAMED])
-        of = f" of {chats:,}" if chats else ""
+        of = " or more" if chats is None else f" of {chats:,}"
         if len(found) == 1:
             return f"{first} (1{of} chats)"
         reasons = collections.Counter(found.values()).most_common()
-        shown = [f"{number:,} times {why}" for why, number in reasons[:_NAMED]]
+        shown = [f"{number:,} by {why}" for why, number in reasons[:_NAMED]]
         rest = sum(number for _, number in reasons[_NAMED:])
-        shown += [f"{rest:,} times {counted(len(reasons) - _NAMED, 'other reason')}"] * bool(rest)
-        return f"{first}; in all {len(found):,}{of} chats refused: {', '.join(shown)}"
+        shown += [f"{rest:,} for other reasons"] * bool(rest)
+        return f"{first}; in all {len(found):,}{of} chats: {', '.join(shown)}"
 
 
 def _in_order(found: Mapping[str, str]) -> dict[str, str]:

@@ -3,8 +3,10 @@
 import bz2
 import codecs
 import contextlib
+import functools
 import glob
 import gzip
+import io
 import lzma
 import os
 import re
@@ -20,6 +22,7 @@ from moezoo.typed import show
 
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
 MOST_TEXT = 2**22
+_CACHES = ("cache-", "tmp")  # what `datasets` keeps beside its files
 _PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 _ROWS = "read its rows with data=jsonl data.field=COLUMN, with data=chat, or with prepare-data field=COLUMN"
 # How files begin that are no text, what they are, and what to do instead.
@@ -80,13 +83,14 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...] = ()) -> Found:
     root, shown = Path(os.path.expanduser(path)), show(f"{key}={path}")
     give = f"give a {suffixes[0] if suffixes else 'text'} file or a folder of them"
     if os.path.isdir(root):
-        if suffixes and os.path.isfile(root / "dataset_dict.json"):
-            splits = ", ".join(sorted(each.name for each in root.iterdir() if each.is_dir()))
-            raise UserError(f"{shown} has several splits, as datasets saves them; give one of its folders: {splits}")
+        if suffixes and (saved := next(root.glob("**/dataset_dict.json"), None)):
+            splits = ", ".join(sorted(each.name for each in saved.parent.iterdir() if each.is_dir()))
+            raise UserError(f"{shown} has several splits, as datasets saves them; give one of the folders: {splits}")
         packed = tuple(f"{suffix}{more}" for suffix in suffixes or ("",) for more in _PACKED)
-        paths = files_under(root, packed, skip=lambda name: name.startswith("."))
+        paths = files_under(root, packed, skip=lambda name: name.startswith((".", *_CACHES)))
         if suffixes:  # beside data, .json files mostly describe them
-            paths = [path for path in paths if ".json" not in path.suffixes] or paths
+            json_ = tuple(f".json{more}" for more in _PACKED)
+            paths = [path for path in paths if not path.name.lower().endswith(json_)] or paths
         what = f"is a folder without {suffixes[0] + ' ' if suffixes else ''}files"
     elif glob.has_magic(path) and not os.path.lexists(root):
         fixed = re.split(r"[*?\[]", str(root), maxsplit=1)[0]
@@ -183,7 +187,7 @@ def opened(path: Path, shown: str) -> Iterator[BinaryIO]:
 
     `shown` begins messages. Raises `UserError`, also in the block, if the file cannot be read.
     """
-    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError, DamagedError)
     opener: Any = open
     try:
         with path.open("rb") as file:
@@ -193,9 +197,9 @@ def opened(path: Path, shown: str) -> Iterator[BinaryIO]:
     if first.startswith(b"\x1f\x8b"):
         opener = gzip.open
     elif first.startswith(b"\xfd7zXZ\0"):
-        opener = lzma.open
+        opener = functools.partial(_open_members, make=lzma.LZMADecompressor)
     elif first.startswith(b"BZh") and first[4:] == b"1AY&SY":
-        opener, damage = bz2.open, (*damage, OSError)
+        opener = functools.partial(_open_members, make=bz2.BZ2Decompressor)
     elif first.startswith(b"\x28\xb5\x2f\xfd"):
         zstd = _zstd(shown)
         opener, damage = zstd.open, (*damage, zstd.ZstdError)
@@ -206,6 +210,50 @@ def opened(path: Path, shown: str) -> Iterator[BinaryIO]:
         raise UserError(f"{shown} is damaged ({error}); copy or download it again") from error
     except OSError as error:
         raise UserError(f"{shown} cannot be read ({error.strerror or error}); make it readable") from error
+
+
+class DamagedError(Exception):
+    """A compressed file ends early, or is not what it should be."""
+
+
+class _Members(io.RawIOBase):
+    """Reads a file of one or more compressed parts, all of which must be whole.
+
+    The readers of bz2 and lzma take a damaged part that is not the first one for the end of the file.
+    """
+
+    def __init__(self, file: Any, make: Callable[[], Any]):
+        self._file, self._make = file, make
+        self._unpacker, self._rest = make(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while True:
+            if self._unpacker.eof:
+                self._rest = self._unpacker.unused_data or self._file.read(2**16)
+                if not self._rest:
+                    return 0
+                self._unpacker = self._make()
+            elif self._unpacker.needs_input:
+                if not (self._rest or (more := self._file.read(2**16))):
+                    raise DamagedError("Compressed file ended before the end-of-stream marker was reached")
+                self._rest = self._rest or more
+            try:
+                found = self._unpacker.decompress(self._rest, len(buffer))
+            except (OSError, lzma.LZMAError) as error:
+                raise DamagedError(str(error)) from error
+            self._rest = b""
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
+
+
+@contextlib.contextmanager
+def _open_members(path: Path, mode: str, *, make: Callable[[], Any]) -> Iterator[BinaryIO]:
+    with path.open(mode) as file:
+        yield io.BufferedReader(_Members(file, make), 2**16)  # pyright: ignore[reportReturnType]
 
 
 def _zstd(shown: str) -> Any:
@@ -235,7 +283,7 @@ def files_under(root: Path, suffixes: tuple[str, ...], skip: Callable[[str], boo
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not skip(name)]
-        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not skip(name)]
+        found += [Path(folder, name) for name in names if name.lower().endswith(suffixes) and not skip(name)]
     return _sorted(found, root)
 
 

@@ -11,7 +11,6 @@ from moezoo.typed import show
 
 MOST_VALUE = 2**28  # characters
 _CHUNK = 2**20  # bytes to read at once
-_MESSAGE = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
 _SPACE = re.compile(r"[ \t\r\n]*")
 # What a value may lack at the end of what is read: a part of an escape or of a literal.
 _CUT = 16
@@ -51,18 +50,21 @@ def read_values(file: BinaryIO, shown: str, *, array: bool) -> Iterator[Value]:
         text.refuse(text.at, "the array has ended")
 
 
-def is_array(file: BinaryIO, shown: str) -> bool:
-    """Return whether JSON text holds an array of records: one of messages is a record. Raises as `read_values`."""
+def is_array(file: BinaryIO, shown: str, *, chats: bool) -> bool:
+    """Return whether JSON text holds an array of records; of `chats`, one of messages is a record.
+
+    Raises as `read_values`.
+    """
     text = _Text(file, shown)
     if text.next() != "[":
         return False
     text.take("[", "an array")
-    return text.next() in ("]", "") or not is_message(json.loads(text.value().text))
+    return text.next() in ("]", "") or not (chats and is_message(json.loads(text.value().text)))
 
 
 def is_message(value: object) -> bool:
     """Return whether a JSON value is a message of a chat, by its keys."""
-    return isinstance(value, dict) and any(keys <= value.keys() for keys in _MESSAGE)
+    return isinstance(value, dict) and ("role" in value or {"from", "value"} <= value.keys())
 
 
 def load_json(text: str) -> Any:
@@ -160,7 +162,7 @@ class _Text:
                 cut = len(self._text) - error.pos <= _CUT or error.msg.startswith("Unterminated")
                 if not (cut and self._more()):
                     self.refuse(error.pos, error.msg)
-            except RecursionError as error:
+            except (ValueError, RecursionError) as error:
                 self.refuse(self.at, f"{error}")
             if len(self._text) > MOST_VALUE:
                 self.refuse(self.at, f"a value has more than {MOST_VALUE:,} characters")

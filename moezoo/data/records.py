@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 from moezoo.data.arrow import Choose, read_rows
@@ -23,7 +24,9 @@ def all_columns(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def read_records(found: Found, choose: Choose = all_columns, only: str | None = None) -> Iterator[Document]:
+def read_records(
+    found: Found, choose: Choose = all_columns, only: str | None = None, *, chats: bool = False
+) -> Iterator[Document]:
     """Yield the records of all files: JSON text, its place, and as `container` what the file is.
 
     A file has JSON lines, JSON objects over several lines, one JSON array, or a table, packed or not. In memory at once
@@ -33,6 +36,7 @@ def read_records(found: Found, choose: Choose = all_columns, only: str | None = 
         found: The files.
         choose: Chooses the columns to read of tables, whose rows are records.
         only: What every file must be; None for any of these.
+        chats: Whether a list of messages is a record.
 
     Raises:
         UserError: A file cannot be read, is of another kind, or is damaged.
@@ -40,8 +44,7 @@ def read_records(found: Found, choose: Choose = all_columns, only: str | None = 
     groups = itertools.count()
     for path in found.paths:
         shown = found.describe(path)
-        with opened(path, shown) as file:
-            kind = _find_kind(file, shown)
+        kind = _find_kind(path, shown, chats=chats)
         if only is not None and kind != only:
             raise UserError(
                 f"{shown} is no {only} file; copy it again, or choose data=jsonl, which reads JSON and Arrow too"
@@ -50,7 +53,7 @@ def read_records(found: Found, choose: Choose = all_columns, only: str | None = 
             where = shown if kind in (LINES, VALUES) else f"{shown} ({kind})"
             if kind in (PARQUET, ARROW):
                 last, group = None, 0
-                plain = path if isinstance(file, io.BufferedReader) else None
+                plain = path if isinstance(getattr(file, "raw", None), io.FileIO) else None
                 for row in read_rows(file, plain, kind, where, choose):
                     if row.group != last:
                         last, group = row.group, next(groups)
@@ -63,23 +66,21 @@ def read_records(found: Found, choose: Choose = all_columns, only: str | None = 
                     yield Document(value.text.encode(errors="surrogatepass"), f"{where} {place}", container=kind)
 
 
-def _find_kind(file: BinaryIO, shown: str) -> str:
-    """Return what a file holds, of which nothing is read yet; text that is no JSON counts as lines of it."""
-    first = file.read(512)
+def _find_kind(path: Path, shown: str, *, chats: bool) -> str:
+    """Return what a file holds; text that is no JSON counts as lines of it."""
+    with opened(path, shown) as file:
+        first = file.read(512)
     if first.startswith(b"PAR1"):
         return PARQUET
     if first.startswith((b"ARROW1\0\0", b"\xff\xff\xff\xff")):
         return ARROW
     check_begin(first, shown)
-    file.seek(0)
-    for line in iter(lambda: file.readline(MOST_LINE + 1), b""):
-        if not (text := line.removeprefix(codecs.BOM_UTF8)).isspace():
-            break
-    else:
-        return LINES
-    file.seek(0)
+    with opened(path, shown) as file:
+        lines = (line.removeprefix(codecs.BOM_UTF8) for line in iter(lambda: file.readline(MOST_LINE + 1), b""))
+        text = next((line for line in lines if not line.isspace()), b"")
     if text.lstrip().startswith(b"["):
-        return ARRAY if is_array(file, shown) else VALUES
+        with opened(path, shown) as file:
+            return ARRAY if is_array(file, shown, chats=chats) else VALUES
     return VALUES if text.startswith(b"{") and _is_open(text) else LINES
 
 

@@ -128,7 +128,11 @@ def license_of(card: str) -> list[str]:
     """Return the lines of a card's header about the license, without links that lead to files beside the card."""
     header = re.match(r"---\n(.*?)\n---\s*\n", card.replace("\r\n", "\n"), re.DOTALL)
     lines = _LICENSE.findall(header[1]) if header else []
-    return [f"{key}: {show(text.strip())}" for key, text in lines if key != "license_link" or "://" in text]
+    return [
+        f"{key}: {show(text.strip())}"
+        for key, text in lines
+        if key != "license_link" or text.startswith(("https://", "http://"))
+    ]
 
 
 def training_of(card: str) -> str:
@@ -144,7 +148,8 @@ def prompt_of(files: Mapping[str, Path | bytes], otherwise: Prompt) -> Prompt:
     if isinstance(config, Path):
         with open_file(config) as file:
             config = file.read(_LONGEST)
-    return "chat" if TEMPLATE in files or b'"chat_template"' in config else "text"
+    found = re.search(rb'"chat_template"\s*:\s*(\S)', config)
+    return "chat" if TEMPLATE in files or (found and found[1] in b'"[') else "text"
 
 
 def is_replaced(card: str) -> bool:

@@ -17,7 +17,7 @@ _CACHED = re.compile(r"models--([^/]+)/snapshots/[^/]+/?$")
 _HOMES = (Path("/home"), Path("/Users"))
 _CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 # Keys that libraries fill with the folder or the file that they have read, on the machine where they did.
-_PLACES = re.compile(r"\w*(name_or_path|_file)")
+_PLACES = re.compile(r"\w*(name_or_path|_file|_dir|_path)")
 
 
 class Named(NamedTuple):
@@ -64,7 +64,7 @@ def without_paths(plan: Plan) -> Plan:
     texts = {}
     for name in [name for name in _CONFIGS if name in plan.copies or name in plan.texts]:
         before = plan.texts[name] if name in plan.texts else _read(plan.copies[name])
-        if any(end in before for end in (b'name_or_path"', b'_file"')):
+        if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
             mapping = parse_json(before, str(plan.copies.get(name, name)))
             if (public := _public(mapping)) != mapping:
                 texts[name] = (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()

@@ -132,6 +132,7 @@ def _data(section: Mapping[str, Any], recorded: Mapping[str, Any], own: str | No
         is_bytes = part["name"] == "python_stdlib" or part.get("tokenizer", "") is None
         unit = found.get("unit", "byte" if is_bytes else "token")
         training, validation = (Size(**found[side]) if side in found else None for side in ("training", "validation"))
+        training = None if part.get("weight") == 0 else training  # it is only validated on
         yield Data(", ".join(filter(None, titles)), unit, training, validation, held_out)
 
 

@@ -121,7 +121,8 @@ def test_nul_characters_are_counted(folder, tmp_path):
     """In what is trained: other keys have no effect."""
     asked = [{"role": "user", "content": f"{i}\0"} for i in range(3)]
     records = [{"messages": [each, *PLAIN[2:3]], "other": "\0"} for each in asked]
-    (note,) = load_chats(settings(write(tmp_path / "a.jsonl", records), folder)).notes
+    unread, note = load_chats(settings(write(tmp_path / "a.jsonl", records), folder)).notes
+    assert unread == "keys of records that are not read: other (3)"
     assert note.startswith(f"3 NUL characters in 3 documents, such as data.path={tmp_path}/a.jsonl line 1;")
 
 
@@ -348,7 +349,7 @@ def test_a_chat_is_shown_with_what_is_trained(folder, tmp_path, capsys, monkeypa
         ([f"chat={write(tmp_path / 'b.jsonl', [{}])}", f"folder={folder}"], f"chat={tmp_path}/b.jsonl line 1: neither"),
         (
             [f"chat={write(tmp_path / 'b.jsonl', [{'talk': 1}])}", f"folder={folder}", "field=talk/back"],
-            f"chat={tmp_path}/b.jsonl line 1: neither talk/back nor another",
+            f"chat={tmp_path}/b.jsonl line 1: talk/back is not there",
         ),
     ):
         with pytest.raises(UserError) as caught:

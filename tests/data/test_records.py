@@ -178,6 +178,7 @@ def test_json_is_cut_anywhere_while_it_is_read(records, chunk, data):
         ('{"a":\n 1}\n{"a": "x', False, "f line 3 is not JSON (column 7: Unterminated string starting at); write"),
         (b'{"a":\n 1}\n\n{"a": "\xff"}', False, "f is not UTF-8: byte 0xff from line "),
         ("[" + "[" * 100_000, True, "f line 1 is not JSON (column 2: "),
+        ('{"a": ' + "1" * 6000 + "}", False, "f line 1 is not JSON (column 1: Exceeds the limit"),
         ('{"a": "' + "x" * 200 + '"}', False, "f line 1 is not JSON (column 1: a value has more than 99 characters)"),
     ],
 )
@@ -226,7 +227,7 @@ def test_a_folder_of_several_splits(tmp_path):
         (tmp_path / split).mkdir()
         (tmp_path / split / "data-00000-of-00001.arrow").write_bytes(arrow(RECORDS, stream=True))
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with refused(f"path={tmp_path} has several splits, as datasets saves them; give one of its folders: test, train"):
+    with refused(f"path={tmp_path} has several splits, as datasets saves them; give one of the folders: test, train"):
         read(tmp_path)
     assert read(tmp_path / "train") == RECORDS
 
@@ -271,8 +272,94 @@ def test_what_belongs_to_an_instruction(beside, answer):
     assert read_chat(record).messages == [{"role": "user", "content": "Add.\n\n1+2"}, SAID]
 
 
+@pytest.mark.parametrize("pack", ["bz2", "lzma"])
+def test_every_part_of_a_packed_file_is_read(tmp_path, pack):
+    """Their libraries take a damaged part behind the first for the end of the file."""
+    compress = {"bz2": bz2.compress, "lzma": lzma.compress}[pack]
+    parts = compress(lines(RECORDS[:20])), compress(lines(RECORDS[20:]))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(parts))
+    assert read(path) == RECORDS
+    for damaged in (b"\0" + parts[1][1:], parts[1][:-9], b"rest"):
+        path.write_bytes(parts[0] + damaged)
+        with refused(f"path={path} is damaged ("):
+            read(path)
+
+
+def test_which_files_of_a_folder_are_read(tmp_path):
+    """The last suffix before the packing decides; what `datasets` keeps beside its files is left out."""
+    (tmp_path / "a.json.parquet").write_bytes(parquet(RECORDS[:9]))
+    (tmp_path / "B.JSONL.gz").write_bytes(gzip.compress(lines(RECORDS[9:])))
+    (tmp_path / "a.parquet.json").write_bytes(lines(RECORDS))
+    (tmp_path / "cache-0.arrow").write_bytes(arrow(RECORDS, stream=True))
+    assert sorted(read(tmp_path), key=lambda record: record["id"]) == RECORDS
+    split = tmp_path / "sub" / "set"
+    split.mkdir(parents=True)
+    (split / "dataset_dict.json").write_text("{}")
+    with refused(f"path={tmp_path} has several splits, as datasets saves them"):
+        read(tmp_path)
+
+
+def test_chats_that_are_left_out_are_no_documents(tmp_path, template):
+    """Nor turns, in `each`: what is counted is trained, and the rest is named."""
+    chats = [{"messages": [*([ASKED, SAID] * 2)], "topic": "sums"} for _ in range(30)]
+    for number, chat in enumerate(chats):
+        chat["messages"][0] = {**ASKED, "content": f"{number}+2?"}
+    chats[4]["messages"][2] = {**ASKED, "content": "NO"}
+    chats[5]["messages"] = [ASKED]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(chats))
+    whole = load_chats(path, template, refused="drop")
+    assert whole.train.documents + whole.validation.documents == 29
+    assert "keys of records that are not read: topic (30)" in whole.notes
+    each = load_chats(path, template, refused="drop", loss_on="each")
+    assert each.train.documents + each.validation.documents == 57
+    assert each.summary["examples"] == "57, one for each turn of 29 chats"
+    assert "1 of 30 chats have no turn to train" in each.notes
+
+
+def test_keys_that_decide_the_chats_make_another_entry(tmp_path, template):
+    path = tmp_path / "a.jsonl"
+    talk = [{"from": "a", "value": "1+2?"}, {"from": "b", "value": "3"}]
+    path.write_bytes(lines([{"messages": [{**talk[0], "value": f"{i}?"}, talk[1]]} for i in range(40)]))
+    ways = ({"a": "user", "b": "assistant"}, {"a": "system", "b": "assistant"})
+    assert len({load_chats(path, template, roles=roles).summary["sha256"] for roles in ways}) == 2
+    path.write_bytes(lines([ask("NO"), *(ask(f"{i}?") for i in range(40))]))
+    load_chats(path, template, refused="drop")
+    with refused(f"data.path={path} line 1: "):
+        load_chats(path, template)
+
+
+def test_lists_of_messages(tmp_path):
+    """A line that is one, whatever its first message has, is a chat, and of other data an array of records."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    path = tmp_path / "a.jsonl"
+    for first in (ASKED, call, {"role": "assistant", "thinking": "a"}):
+        path.write_bytes(lines([[first, SAID]]))
+        (chat,) = read_records(find_files(str(path), key="path"), chats=True)
+        assert json.loads(chat.text) == [first, SAID]
+        assert [json.loads(each.text) for each in read_records(find_files(str(path), key="path"))] == [first, SAID]
+
+
+def test_odd_tables(tmp_path):
+    path = tmp_path / "a.parquet"
+    text = pa.array([b"fine"] * 300 + [b"\xff"]).view(pa.string())
+    pyarrow.parquet.write_table(pa.table({"text": text}), path)
+    with refused(f"path={path} (Parquet) row 301 is not UTF-8: byte 0 of its string; write it again"):
+        read(path)
+    twice = pa.array([[("a", "1"), ("a", "2")]], pa.map_(pa.string(), pa.string()))
+    pyarrow.parquet.write_table(pa.table({"text": twice}), path)
+    with refused(f"path={path} (Parquet) cannot be read ("):
+        read(path)
+    pyarrow.parquet.write_table(
+        pa.table({"question": ["a"], "answer": ["b"], "context": [pa.scalar(1, pa.date32())]}), path
+    )
+    chat = next(Chat(path=str(path)).documents(find_files(str(path), key="path")))
+    assert json.loads(chat.text) == {"question": "a", "answer": "b"}
+
+
 def test_own_names():
-    """`data.field` goes before the known forms, and `data.roles` before known names of roles."""
+    """Of `data.field`, where it is set, and `data.roles`, before known names of roles."""
     record = {"ask": "1+2?", "reply": "3", "messages": [SAID]}
     assert read_chat(record, "ask/reply").messages == [ASKED, SAID]
     assert read_chat(record).messages == [SAID]
@@ -282,6 +369,11 @@ def test_own_names():
         read_chat({"talk": talk}, "talk")
     with refused("data.roles.customer=client is none of moezoo's; valid: system, developer, user, assistant, tool"):
         Chat(roles={"customer": "client"})
+    with refused("mesages is not there; did you mean 'messages'?; set data.field=KEY or USER/ANSWER"):
+        read_chat({"messages": [SAID]}, "mesages")
+    for field in ("a/b/c", "a/", "a/a"):
+        with refused(f"data.field={field}: expected a key, or two different ones as USER/ANSWER"):
+            Chat(field=field)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +419,8 @@ def test_chats_that_the_template_refuses(tmp_path, template, monkeypatch):
     no, bad = f"data.template={template} refuses this chat: No user", f"data.template={template} line 1 fails for this"
     zero = f"{bad} chat (ZeroDivisionError: integer division or modulo by zero); correct one of them"
     said = (
-        f"{shown} line 3: {no}; {shown} line 11: {zero}; {shown} line 12: {no}; in all 5 of 40 chats refused: "
-        f"3 times {no}, 2 times {zero}"
+        f"{shown} line 3: {no}; {shown} line 11: {zero}; {shown} line 12: {no}; in all 5 of 40 chats: "
+        f"3 by {no}, 2 by {zero}"
     )
     with refused(f"{said}; correct them, or leave them out with data.refused=drop"):
         load_chats(path, template)
@@ -346,11 +438,11 @@ def test_chats_that_the_template_refuses(tmp_path, template, monkeypatch):
     assert not load_chats(path, template, refused="drop").warnings  # 1 of 21
     path.write_bytes(lines([ask("NO")] * 3))
     for refused_ in ("stop", "drop"):
-        with refused(f"{shown} line 1: {no}; {shown} line 2: {no}; ", "in all 3 of 3 chats refused: 3 times"):
+        with refused(f"{shown} line 1: {no}; {shown} line 2: {no}; ", "in all 3 of 3 chats: 3 by"):
             load_chats(path, template, refused=refused_)
     monkeypatch.setattr(documents, "_TASK", 50)
     path.write_bytes(lines([ask("NO")] * 300))
-    with refused(f"{shown} line 1: {no}; {shown} line 2: {no}; ", "in all 1"):
+    with refused(f"{shown} line 1: {no}; {shown} line 2: {no}; ", "in all 1", " or more chats: 1"):
         load_chats(path, template)
 
 
@@ -367,6 +459,6 @@ def test_a_file_of_two_forms(tmp_path, template):
     source = load_chats(tmp_path, template)
     assert source.summary["form"] == "question/answer in JSON lines, query/response in a JSON array: 2 files"
     (tmp_path / "d.parquet").write_bytes(parquet([{"text": "a", "n": 1}]))
-    shown = f"data.path={tmp_path}: {tmp_path}/d.parquet (Parquet) row 1"
+    shown = f"data.path={tmp_path}: {tmp_path}/d.parquet (Parquet) has no chats"
     with refused(f"{shown}: neither messages nor another known form is there; valid: n, text; set data.field=KEY"):
         load_chats(tmp_path, template)
