@@ -22,7 +22,7 @@ from moezoo.typed import show
 
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
 MOST_TEXT = 2**22
-_CACHES = ("cache-", "tmp")  # what `datasets` keeps beside its files
+_CACHE = re.compile(r"cache-.*\.arrow")  # what `datasets` keeps beside its files
 _PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
 _ROWS = "read its rows with data=jsonl data.field=COLUMN, with data=chat, or with prepare-data field=COLUMN"
 # How files begin that are no text, what they are, and what to do instead.
@@ -87,7 +87,7 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...] = ()) -> Found:
             splits = ", ".join(sorted(each.name for each in saved.parent.iterdir() if each.is_dir()))
             raise UserError(f"{shown} has several splits, as datasets saves them; give one of the folders: {splits}")
         packed = tuple(f"{suffix}{more}" for suffix in suffixes or ("",) for more in _PACKED)
-        paths = files_under(root, packed, skip=lambda name: name.startswith((".", *_CACHES)))
+        paths = files_under(root, packed, skip=lambda name: name.startswith(".") or _CACHE.fullmatch(name) is not None)
         if suffixes:  # beside data, .json files mostly describe them
             json_ = tuple(f".json{more}" for more in _PACKED)
             paths = [path for path in paths if not path.name.lower().endswith(json_)] or paths
