@@ -148,7 +148,8 @@ def _check_message(message: Any, where: str) -> Message:
     role, calls, content = message.get("role"), message.get("tool_calls", []), message.get("content", "")
     if role not in ROLES:
         found = "no role" if role is None else f"role {show(json.dumps(role))}"
-        raise UserError(f"{where} has {found}; valid: {', '.join(ROLES)}")
+        name = f"; or name it with data.roles.{role}=ROLE" if isinstance(role, str) and role.isidentifier() else ""
+        raise UserError(f"{where} has {found}; valid: {', '.join(ROLES)}{name}")
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UserError(f"{where}: tool_calls is {kind(calls)}, expected an array of objects; correct it")
     for call in calls:

@@ -129,7 +129,7 @@ def hold_out(
 def hold_out_chats(
     corpus: Corpus, share: float, *, hashes: _Hashes, chats: Int64[np.ndarray, "documents"], shown: str
 ) -> Split:
-    """Hold out a share of the chats, or the one with the smallest hash where a split would be empty otherwise.
+    """Hold out a share of the chats or, where a split would be empty otherwise, one of those with the fewest copies.
 
     Args:
         corpus: The documents.
@@ -145,17 +145,17 @@ def hold_out_chats(
     index = (np.arange(corpus.documents) - first[chats]).view(np.uint64)
     of_chats = _mix(np.add.reduceat(_mix(hashes + _GOLDEN * (index + np.uint64(1))), first))
     full = np.add.reduceat(np.diff(corpus.offsets), first) > 0
-    different = np.unique(of_chats[full])
+    different, copies = np.unique(of_chats[full], return_counts=True)
     if len(different) < 2:
         one = f"{full.sum():,} chats that are all equal" if full.sum() > 1 else "one chat alone"
         raise UserError(f"{shown} has {one}; give more, or set data.validation")
     if _divides(choose(different, share)):
         chosen, how = choose(of_chats, share), f"1 chat in {1 / share:.4g}, by a hash of its content"
     else:
-        chosen = of_chats == different[0]
+        chosen = of_chats == different[copies.argmin()]
         how = (
-            f"the one with the smallest hash, since {len(different)} different chats are too few to hold out "
-            f"{_percent(share)}; set data.validation=FILE to choose others"
+            f"one of the fewest copies, with the smallest hash, since {len(different)} different chats are too few to "
+            f"hold out {_percent(share)}; set data.validation=FILE to choose others"
         )
     held_out = (chosen & full)[chats]
     return Split(

@@ -83,7 +83,9 @@ def _describe_trained(cfg: TrainConfig) -> str:
     if not isinstance(cfg.adapter, NoAdapter):
         besides = f", and parameters of the names {patterns(cfg.trained)}" if cfg.trained else ""
         name = next(name for name, kind in ADAPTERS.items() if kind is type(cfg.adapter))
-        return f"Trained were low-rank pairs ({_options(name, cfg.adapter)}){besides}, beside weights of the base."
+        return (
+            f"Trained were low-rank pairs ({_options(name, cfg.adapter)}){besides}; all other weights are the base's."
+        )
     which = "all parameters" if cfg.trained is None else f"parameters of the names {patterns(cfg.trained)}"
     but = f" but {patterns(cfg.frozen)}" if cfg.frozen else ""
     return f"Trained were {which}{but}, {start}."
@@ -128,7 +130,7 @@ def _data(section: Mapping[str, Any], recorded: Mapping[str, Any], own: str | No
         apart = part.get("validation")
         held_out = "" if own or apart else found.get("held_out", "")
         if file := _file_name(apart):
-            held_out = f"{file}, apart from the training documents"
+            held_out = f"{file}, documents of their own"
         is_bytes = part["name"] == "python_stdlib" or part.get("tokenizer", "") is None
         unit = found.get("unit", "byte" if is_bytes else "token")
         training, validation = (Size(**found[side]) if side in found else None for side in ("training", "validation"))

@@ -155,7 +155,7 @@ def test_no_chat_is_on_both_sides(chats, share):
     if not split.how.startswith("1 chat in "):
         assert sum(side == {True} for side in sides.values()) == 1
         few = f"since {len(set(full))} different chats are too few to hold out {100 * share:g}%; set data.validation="
-        assert split.how.startswith(f"the one with the smallest hash, {few}")
+        assert split.how.startswith(f"one of the fewest copies, with the smallest hash, {few}")
 
 
 def write_lines(name: str, texts) -> str:

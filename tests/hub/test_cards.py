@@ -139,7 +139,7 @@ def test_the_facts_of_a_run(made, tmp_path):
         text = sum(len(f"{side} {i}") + len("yes") + 4 for i in range(documents))
         assert sides[side] == [documents, text]
     assert "- chat, `training.jsonl`\n" in card
-    assert "`validation.jsonl`, apart" in card
+    assert "`validation.jsonl`, documents" in card
     assert "low-rank pairs (lora, rank=2)" in card
     assert re.search(r"moezoo \S+, JAX \d\S+, Python 3\.", card)
 
