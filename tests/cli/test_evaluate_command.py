@@ -16,6 +16,7 @@ from tokenizers_of_kinds import KINDS, TEXT, with_start
 
 import moezoo
 from moezoo.cli import evaluate
+from moezoo.cli.harness import describe
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.data import Chat, Synthetic, Text, tokenize_files
 from moezoo.models import MixtralConfig, build_model
@@ -273,3 +274,19 @@ def test_tasks_that_cannot_be_run(folder, words, parts, monkeypatch):
     harness._joined.cache_clear()
     with refused(*parts.split("|")):
         evaluate.main([f"folder={folder}", *words.split()])
+
+
+def test_lines_of_tasks():
+    """Whole texts have no examples before them, whatever was asked for."""
+    results = {
+        "results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.25}, "b": {"bits_per_byte,none": 2.0}},
+        "n-samples": {"a": {"effective": 2, "original": 4}, "b": {"effective": 3, "original": 3}},
+        "n-shot": {"a": 1, "b": 1},
+        "configs": {"a": {"output_type": "multiple_choice"}, "b": {"output_type": "loglikelihood_rolling"}},
+    }
+    assert list(describe(results)) == [
+        "a, 2 of 4 documents, 1 example before each",
+        "  acc  0.5000 ± 0.2500",
+        "b, 3 of 3 documents",
+        "  bits_per_byte  2.0000",
+    ]
