@@ -147,7 +147,7 @@ def describe(results: Mapping[str, Any]) -> Iterator[str]:
         size = results["n-samples"].get(name)
         documents = "" if size is None else f", {size['effective']:,} of {counted(size['original'], 'document')}"
         whole = results["configs"].get(name, {}).get("output_type") == "loglikelihood_rolling"  # texts without examples
-        shots = None if whole else results["n-shot"].get(name)
+        shots = 0 if whole else results["n-shot"].get(name) or 0
         yield f"{name}{documents}" + f", {counted(shots, 'example')} before each" * bool(shots)
         shown = {each.removesuffix(",none"): value for each, value in metrics.items() if "," in each}
         values = {each: value for each, value in shown.items() if "_stderr" not in each}

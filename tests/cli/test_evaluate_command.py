@@ -280,6 +280,7 @@ def test_lines_of_tasks():
     """Whole texts have no examples before them, whatever was asked for."""
     results = {
         "results": {"a": {"acc,none": 0.5, "acc_stderr,none": 0.25}, "b": {"bits_per_byte,none": 2.0}},
+        "groups": {"c": {"acc,none": 0.25}},
         "n-samples": {"a": {"effective": 2, "original": 4}, "b": {"effective": 3, "original": 3}},
         "n-shot": {"a": 1, "b": 1},
         "configs": {"a": {"output_type": "multiple_choice"}, "b": {"output_type": "loglikelihood_rolling"}},
@@ -289,4 +290,6 @@ def test_lines_of_tasks():
         "  acc  0.5000 ± 0.2500",
         "b, 3 of 3 documents",
         "  bits_per_byte  2.0000",
+        "c",
+        "  acc  0.2500",
     ]
