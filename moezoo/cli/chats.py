@@ -20,19 +20,22 @@ _ASKING = ("user", "tool")  # whose messages an assistant answers
 _SYSTEM = ("system", "developer")
 
 
-def begin_chat(history: str | None, field: str, system: str | None, variables: Mapping[str, Any]) -> Chat:
+def begin_chat(
+    history: str | None, system: str | None, variables: Mapping[str, Any], *, field: str, roles: Mapping[str, str]
+) -> Chat:
     """Return what stands before the messages of a user; it may have no message.
 
     Args:
         history: A file with one chat, as `data=chat` reads it.
-        field: The key of its messages.
         system: The text of a message of the system before it.
         variables: Further variables of the template, which go before those of the history.
+        field: The key of its messages, as `data.field`.
+        roles: Roles by other names, as `data.roles`.
 
     Raises:
         UserError: The file has no chat, or several; or both have a message of the system.
     """
-    past = Chat([], None, {}) if history is None else _read_history(history, field)
+    past = Chat([], None, {}) if history is None else _read_history(history, field, roles)
     if system is not None and past.messages and past.messages[0]["role"] in _SYSTEM:
         raise UserError(
             f"history={show(history)} begins with a message of the {past.messages[0]['role']}, and system= is another; "
@@ -52,7 +55,7 @@ def _join(chat: Chat, more: Chat) -> Chat:
     return chat._replace(messages=[*chat.messages, *more.messages])
 
 
-def _read_history(history: str, field: str) -> Chat:
+def _read_history(history: str, field: str, roles: Mapping[str, str]) -> Chat:
     found = find_files(history, key="history", suffixes=SUFFIXES)
     lines = [*itertools.islice(read_records(found, chats=True), 2)]
     if len(lines) != 1:
@@ -60,7 +63,7 @@ def _read_history(history: str, field: str) -> Chat:
         raise UserError(f"{found.shown} has {what}; give a file with one, such as a JSON object in a line")
     record = parse_record(lines[0].text, lines[0].where)
     with locating(lines[0].where):
-        return read_chat(record, field)
+        return read_chat(record, field, roles)
 
 
 def add_message(chat: Chat, role: str, text: str) -> Chat:

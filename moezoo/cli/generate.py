@@ -235,7 +235,8 @@ def _begin_chat(request: Request, cfg: Any, chats: Any) -> Any:
     source, variables = _chat_source(cfg), request.template or {}
     chats.check_variables(variables)
     system = None if request.system is None else _read_text("system", request.system)
-    return begin_chat(request.history, source.field if source else "messages", system, variables)
+    field, roles = (source.field, source.roles) if source else ("messages", {})
+    return begin_chat(request.history, system, variables, field=field, roles=roles)
 
 
 def _read_text(name: str, prompt: str) -> str:

@@ -243,9 +243,10 @@ class DataSet(FileSettings):
                     raise UserError(f"{show(f'data.data_files.{split}={pattern}')} matches no file; correct it")
             return {"path": self.path, "data_files": files}
         if found is None and not self._folder.is_dir():
+            instead = "choose data=jsonl or data=chat for files" if self._folder.is_file() else "name one of these"
             raise UserError(
                 f"{show(f'data.path={self.path}')} is neither hf://ORG/NAME nor a folder, nor one of "
-                f"{', '.join(_READERS)}; name one of these"
+                f"{', '.join(_READERS)}; {instead}"
             )
         if found is not None and os.path.exists(found["name"]):
             raise UserError(f"data.path={self.path}: datasets would read {found['name']} here; start in another folder")
