@@ -14,8 +14,9 @@ from training_runs import steps_only
 import moezoo
 from moezoo.config.compose import as_mapping
 from moezoo.hub.adapters import save_adapter
-from moezoo.hub.card import README, Facts, license_of, read_card, write_card
-from moezoo.hub.public_names import Named, last_name, name_of_model
+from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, write_card
+from moezoo.hub.public_names import Named, last_name, name_of_model, without_paths
+from moezoo.hub.writing import Plan
 from moezoo.training.exporting import plan_export
 from moezoo.training.facts import run_facts
 
@@ -257,6 +258,9 @@ def test_data_of_the_users_own_and_mixtures():
     ) in card
     assert table(card)["optimizer"] == ["mine.Rule"]
     assert "zzperson" not in card
+    two["weight"] = 0  # only validated on
+    card = write_card(run_facts({"versions": {}, "config": mapping, "data": recorded}, [], 7, None))
+    assert "weight 0\n  - validation: 3 documents, 4 bytes: 1 in 20\n" in card
 
 
 @pytest.mark.parametrize(
@@ -298,8 +302,31 @@ def test_names_in_config_json(tmp_path, monkeypatch):
 def test_a_license_is_carried_line_by_line():
     link = "license_link: https://a.b/c"
     assert license_of(f"---\r\nlicense: mit\r\n{link}\r\n---\r\nlicense: gpl\r\n") == ["license: mit", link]
+    for place in ("LICENSE", "file:///home/me/LICENSE"):
+        assert license_of(f"---\nlicense_link: {place}\n---\n") == []
     assert license_of("# Title\n---\nlicense: mit\n---\n") == []
     card = write_card(Facts("a`b\n", "", license=["license: mit"]))
     assert card.startswith("---\n")
     assert "Its `license` is that of the base's card" in card
     assert "no `datasets`" in card
+
+
+@pytest.mark.parametrize(
+    ("config", "given"), [('"chat_template": null', "text"), ('"chat_template": "{{ 1 }}"', "chat"), ('"a": 1', "text")]
+)
+def test_a_program_gives_chats_where_there_is_a_template(config, given):
+    files: dict[str, Path | bytes] = {"tokenizer.json": b"{}", "tokenizer_config.json": f"{{{config}}}".encode()}
+    assert prompt_of(files, "ids") == given
+
+
+def test_configurations_name_no_place():
+    """Not those of folders and files, by any key that libraries have for them; a name on the Hub stays."""
+    stated = {
+        "cache_dir": "/home/me/cache",
+        "tokenizer_path": "/home/me/t",
+        "vocab_file": "a/b",
+        "name_or_path": "org/a",
+    }
+    plan = without_paths(Plan((), {}, {"tokenizer_config.json": json.dumps(stated).encode(), "config.json": b"{}"}))
+    found = json.loads(plan.texts["tokenizer_config.json"])
+    assert found == {"cache_dir": "cache", "tokenizer_path": "t", "vocab_file": "b", "name_or_path": "org/a"}
