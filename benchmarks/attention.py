@@ -19,14 +19,14 @@ import numpy as np
 
 from benchmarks.results import Column, Panel, Report, Row, Table, log, points, ratio, split
 from benchmarks.timing import call_of, measure, passes_of
-from moezoo.analysis.absent import absent_devices
-from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.kernels import blocks
 from moezoo.kernels.attention import Operands, attend, chosen_backend, chunked
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
 from moezoo.parallel.kernels import KernelOrder, Target, device_target
 from moezoo.parallel.mesh import start
+from moezoo.tools.absent import absent_devices
+from moezoo.tools.compiling import compile_for, memory_of
 
 # A batch holds at most this many tokens, and at least one row.
 _TOKENS = 1024

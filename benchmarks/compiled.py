@@ -24,8 +24,6 @@ from benchmarks.resources import compiled_kernels
 from benchmarks.results import Column, Report, Row, Table, log
 from benchmarks.shapes import SHAPES
 from benchmarks.timing import passes_of
-from moezoo.analysis.absent import GPUS, absent_devices
-from moezoo.analysis.compiling import compile_for, memory_of
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
@@ -40,6 +38,8 @@ from moezoo.parallel.kernels import KernelOrder, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
 from moezoo.profiling.hlo import bytes_outside_kernels
+from moezoo.tools.absent import GPUS, absent_devices
+from moezoo.tools.compiling import compile_for, memory_of
 from moezoo.training.build import build_step
 from moezoo.training.step_memory import step_footprint
 

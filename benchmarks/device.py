@@ -29,9 +29,9 @@ from typing import IO, Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
-from moezoo.cli.doctor import messages
 from moezoo.errors import UserError, last_words
 from moezoo.host import NO_CUDA_GRAPHS
+from moezoo.tools.doctor.command import messages
 from moezoo.training.files import replace_text
 
 MARK = "moezoo-bench "  # the start of a line of a part's process that is a message

@@ -33,8 +33,6 @@ from benchmarks.results import Row, log
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import Call, Pass, call_of, measure, passes_of, peak_bytes
-from moezoo.analysis.compiling import memory_of
-from moezoo.analysis.work import model_flops
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
@@ -45,6 +43,8 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target, device_target
 from moezoo.parallel.mesh import start
 from moezoo.profiling.profile import profile
+from moezoo.tools.compiling import memory_of
+from moezoo.tools.plan.work import model_flops
 from moezoo.training.build import build_step
 from moezoo.training.step_memory import step_footprint
 

@@ -23,17 +23,17 @@ import numpy as np
 from benchmarks.results import Column, Panel, Report, Row, Table, log, points, split, spread
 from benchmarks.steps import overrides
 from benchmarks.timing import Call, Timing, call_of, measure
-from moezoo.analysis.sharding import describe
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate, round_up
-from moezoo.hub.peer import load_peer
 from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.execution import place
 from moezoo.parallel.mesh import start
+from moezoo.tools.parity.peer import load_peer
+from moezoo.tools.sharding.describe import describe
 
 OURS, THEIRS = "moezoo", "transformers"
 # How often calls are timed, each time with twice the samples, until a longer one takes longer than a shorter one.

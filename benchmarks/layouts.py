@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.results import Column, Panel, Report, Row, Table, log, split
 from benchmarks.steps import Running, Turns, overrides
-from moezoo.analysis.work import model_flops
 from moezoo.config.overrides import defaults
 from moezoo.config.own import name_in
 from moezoo.parallel.mesh import AXES
+from moezoo.tools.plan.work import model_flops
 
 
 def run(keys: Any, settings: Sequence[str]) -> Report:

@@ -77,7 +77,7 @@ def train_in_pytorch(folder: Path, settings: dict[str, Any], tokens: np.ndarray)
     """Return a step of transformers' model with PyTorch's AdamW, from the weights in `folder`."""
     import torch
 
-    from moezoo.hub.peer import class_of, load_peer
+    from moezoo.tools.parity.peer import class_of, load_peer
 
     torch.set_num_threads(processors())
     # Of a model with sinks transformers has no other attention that runs on processors.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from benchmarks import device, results
 from benchmarks.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.cli.command import Command, ConfiguredCommand, KeysCommand
-from moezoo.cli.console import choose
+from moezoo.commands import choose
 from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError, nearest

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moezoo.analysis.absent import GPUS
+from moezoo.tools.absent import GPUS
 
 # A multiprocessor of compute capability 9.0 and 10.0, and what it takes of shared memory for itself per block.
 _REGISTERS, _THREADS, _BLOCKS, _OWN = 65536, 2048, 32, 1024
@@ -44,7 +44,7 @@ def compiled_kernels(kind: str) -> Iterator[list[Resources]]:
     A process compiles equal kernels once.
 
     Args:
-        kind: The kind of GPU that they are compiled for, a name in `moezoo.analysis.absent`.
+        kind: The kind of GPU that they are compiled for, a name in `moezoo.tools.absent`.
     """
     found: list[Resources] = []
     before = {key: os.environ.get(f"MOSAIC_GPU_DUMP_{key}") for key in _KEYS}

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.results import Column, Panel, Report, Row, Table, points, ratio, split, spread
 from benchmarks.steps import Running, Turns, overrides
-from moezoo.analysis.cost import expert_rows
 from moezoo.parallel.execution import Execution
+from moezoo.tools.cost import expert_rows
 
 
 def run(keys: Any, settings: Sequence[str]) -> Report:

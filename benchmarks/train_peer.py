@@ -29,10 +29,10 @@ from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.host import processor_name, processors
-from moezoo.hub.peer import require_peers
 from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.optim import AdamW
+from moezoo.tools.parity.peer import require_peers
 
 OURS, THEIRS = "moezoo", "transformers"
 _FIXED = ("schedule=constant", "schedule.warmup_steps=0", "model.load_balance=0", "model.z_loss=0")

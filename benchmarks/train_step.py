@@ -14,10 +14,10 @@ from benchmarks.kernels import MATMUL, measurement, normal, report
 from benchmarks.results import Report, Row, log, split
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import call_of, measure, peak_bytes
-from moezoo.analysis.work import model_flops
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.parallel.mesh import start
+from moezoo.tools.plan.work import model_flops
 
 
 def run(keys: Any) -> Report:

@@ -7,9 +7,9 @@ import jax
 from compiled import budget_of
 
 import moezoo
-from moezoo.analysis.absent import absent_devices
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
+from moezoo.tools.absent import absent_devices
 from moezoo.training.build import build_step
 
 SIZES = ("model.embed=128", "model.expert_mlp=128", "batch_size=16", "seq_len=128", "mesh.fsdp=2", "mesh.expert=4")

@@ -15,8 +15,10 @@ ROOT = Path(__file__).parent.parent
 # From top to bottom. A package imports only from packages below its line, and none from its own line.
 ORDER = (
     ("__init__", "__main__"),
-    ("public", "cli"),
+    ("public", "commands"),
     ("analysis",),
+    ("tools",),
+    ("cli",),
     ("training",),
     ("generation",),
     ("config",),

@@ -14,7 +14,7 @@ SETUP = """
 import dataclasses, json, sys
 import jax, numpy as np, moezoo
 from moezoo import *
-from moezoo.analysis.cost import communication
+from moezoo.tools.cost import communication
 from moezoo.config.build import blueprint_of
 from moezoo.moe.dispatch import Gather, Ring
 

@@ -3,7 +3,7 @@ import dataclasses
 from broadcast import Broadcast
 from small import difference, small
 
-from moezoo.analysis.cost import communication
+from moezoo.analysis import communication
 
 cfg, model, execution, logits = small("mesh=fsdp2_ep4")
 print(difference(model, dataclasses.replace(execution, dispatch=Broadcast()), logits))  # rounding

@@ -16,12 +16,12 @@ from benchmarks.parts import LAYOUTS, NARROW, PARTS
 from benchmarks.shapes import SHAPES, Shape
 from benchmarks.steps import Turns, overrides
 from benchmarks.timing import Timing
-from moezoo.analysis.cost import communication
-from moezoo.analysis.work import model_flops
 from moezoo.cli.command import execute
 from moezoo.config.compose import compose
 from moezoo.config.overrides import groups
 from moezoo.parallel.kernels import Target
+from moezoo.tools.cost import communication
+from moezoo.tools.plan.work import model_flops
 
 KEYS = [
     "part",

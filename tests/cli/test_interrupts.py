@@ -201,7 +201,7 @@ def test_commands_end_while_importing_and_compiling(small_run, tmp_path):
     start = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     training = ("train", *small_run, "steps=1000", "run_dir=new/run")
     train = subprocess.Popen([sys.executable, "-m", "moezoo", *training], **start)
-    script = [sys.executable, str(ROOT / "scripts" / "generate.py"), "run_dir=nowhere", "prompt=a"]
+    script = [sys.executable, "-m", "moezoo", "generate", "run_dir=nowhere", "prompt=a"]
     generate = subprocess.Popen(script, **start)
     time.sleep(0.3)
     assert ends(generate, signal.SIGTERM) == (143, LINES[signal.SIGTERM])

@@ -8,10 +8,10 @@ from jax.sharding import AbstractMesh, AxisType
 from refusals import refused
 
 import moezoo
-from moezoo.analysis.cost import communication
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traffic import TrafficTable
+from moezoo.tools.cost import communication
 from moezoo.typed import show
 
 

@@ -17,8 +17,6 @@ from moezoo.data import Tokens, load, token_files, tokenize_files, train_batches
 from moezoo.errors import UserError
 from moezoo.typed import show
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
-
 
 @pytest.fixture
 def texts(tmp_path) -> Path:
@@ -330,6 +328,7 @@ def test_a_vocabulary_beyond_sixteen_bits(tmp_path):
 
 def test_script(texts, tmp_path):
     out = str(tmp_path / "out.npy")
-    done = subprocess.run([sys.executable, str(SCRIPT), f"path={texts}", f"out={out}"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "moezoo", "prepare-data", f"path={texts}", f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == f"{out}: 420 bytes in 40 documents, uint16\n"

@@ -12,17 +12,18 @@ from pages import PAGES, ROOT, Command, Page, commands, read
 from workspace import add_configurations, make_files
 
 from benchmarks.parts import MODELS, PARTS, PEER_STEPS
-from moezoo.analysis.candidates import check_mesh, fill, listed
-from moezoo.analysis.hardware import parse_slice
-from moezoo.cli import plan, sweep
 from moezoo.cli.command import Command as MoezooCommand
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.cli.console import COMMANDS
+from moezoo.commands import COMMANDS
 from moezoo.config import overrides
 from moezoo.config.compose import compose
 from moezoo.config.options import split, take, take_switches
-from moezoo.config.sweeping import expand
 from moezoo.models.family import MADE
+from moezoo.tools.plan import command as plan
+from moezoo.tools.plan.candidates import check_mesh, fill, listed
+from moezoo.tools.plan.hardware import parse_slice
+from moezoo.tools.sweep import command as sweep
+from moezoo.tools.sweep.expand import expand
 from moezoo.typed import types_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,8 +68,8 @@ def called(words: Sequence[str]) -> list[str]:
     path = Path(words[0])
     assert is_placeholder(path.stem) or (ROOT / path).is_file(), f"{path}: no such file"
     if path.parent.name != "scripts" or is_placeholder(path.stem):
-        return ["python"]
-    return ["bench", *words[1:]] if path.stem == "bench" else ["moezoo", path.stem.replace("_", "-"), *words[1:]]
+        return ["moezoo", "endurance", *words[1:]] if path.stem == "endurance" else ["python"]
+    return ["bench", *words[1:]] if path.stem == "bench" else ["moezoo", path.stem, *words[1:]]
 
 
 def is_placeholder(word: str) -> bool:
@@ -224,7 +225,7 @@ def test_every_command_exists(name, files, forgotten, monkeypatch):
         ('    python scripts/bench.py train_step step="mesh=ep9"', "no such mesh"),
         ("    python scripts/bench.py layots", "layots"),
         ("    python -c 'print('", "SyntaxError"),
-        ("    pytest -m absentt tests/analysis", "absentt"),
+        ("    pytest -m absentt tests/tools", "absentt"),
         ("    pytest tests/nothing", "no such tests"),
         ("    pytest tests/moe -k nothing_such", "nothing_such"),
         ("    pip install -e '.[nothing]'", "nothing"),

@@ -10,8 +10,8 @@ import pytest
 from cover import FAMILIES, VOCAB, model, rules
 
 import moezoo
-from moezoo.analysis.sharding import describe
 from moezoo.moe.dispatch import STRATEGIES
+from moezoo.tools.sharding.describe import describe
 
 NEW = 5
 IDS = np.random.default_rng(0).integers(1, VOCAB, (8, 4)).astype(np.int32)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import moezoo
-from moezoo.hub.peer import class_of
 from moezoo.hub.tensors import arrays_by_path, tensors
 from moezoo.models import family_of
+from moezoo.tools.parity.peer import class_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")

@@ -12,9 +12,9 @@ from few_bit_folders import WHOLE, Written, tensors_of
 from peer_results import torch, transformers
 
 import moezoo
-from moezoo.hub import parity
-from moezoo.hub.peer import class_of
 from moezoo.nn.mxfp4 import MXFP4Encoding
+from moezoo.tools.parity import compare as parity
+from moezoo.tools.parity.peer import class_of
 
 DTYPES = ("float32", "bfloat16")
 

@@ -16,13 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 import moezoo
 from moezoo.hub import folders
-from moezoo.hub.parity import compare
 from moezoo.hub.tensors import Tensor
 from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.grouped_hub import HUB
 from moezoo.moe.router import Choice
 from moezoo.parallel.axes import Axes, Role
+from moezoo.tools.parity.compare import compare
 
 MIXTRAL = MixtralConfig(
     vocab=24, embed=8, layers=2, heads=2, kv_heads=1, head_dim=4, expert_mlp=6, experts=4, z_loss=0.0

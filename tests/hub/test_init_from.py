@@ -16,7 +16,6 @@ from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
 
 import moezoo
-from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
@@ -26,6 +25,7 @@ from moezoo.models import DeepSeekConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import is_stored
+from moezoo.tools.sharding.describe import describe
 from moezoo.training.exporting import plan_export
 from moezoo.training.initial import as_saved_pieces, load_initial
 from moezoo.training.resume import list_changes

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import deepseek_v3, mistral4, random_model
 
 import moezoo
-from moezoo.hub import parity
 from moezoo.hub.folders import end_of_text, hub_model_config
 from moezoo.hub.nested import NESTED
 from moezoo.models import family_of
+from moezoo.tools.parity import compare as parity
 
 CONFIG = deepseek_v3()
 PEERS = "transformers is not installed: pip install -e '.[peers]'"

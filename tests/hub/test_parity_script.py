@@ -15,10 +15,10 @@ from tiny_models import CONFIGS, YARN
 
 import moezoo
 from moezoo.cli.command import execute
-from moezoo.cli.parity import COMMAND
-from moezoo.hub import parity
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
+from moezoo.tools.parity import compare as parity
+from moezoo.tools.parity.command import COMMAND
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[peers]'")

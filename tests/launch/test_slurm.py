@@ -33,7 +33,7 @@ exit $highest
 # The command without the sample and the pictures at its end, which take as long as the steps.
 TRAIN = """
 from training_runs import steps_only
-from moezoo.cli import run_script
+from moezoo.__main__ import run_script
 
 if __name__ == "__main__":
     with steps_only():

@@ -9,14 +9,14 @@ import pytest
 from refusals import refused
 
 import moezoo
-from moezoo.analysis.cost import communication
-from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of
 from moezoo.models import MixtralConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Auto
 from moezoo.nn.containers import store
 from moezoo.nn.linear import draws_numbers, normal
+from moezoo.tools.cost import communication
+from moezoo.tools.sharding.describe import describe
 from moezoo.training.build import build_state, build_step
 
 TINY = MixtralConfig(vocab=8, embed=8, layers=1, heads=1, kv_heads=1, head_dim=4, expert_mlp=4, experts=4)

@@ -10,8 +10,6 @@ from refusals import refused
 from traffic_oracle import step_traffic
 
 import moezoo
-from moezoo.analysis.calls import CALLS
-from moezoo.analysis.cost import expert_rows
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.data import Batch, load
 from moezoo.models.blueprint import Blueprint
@@ -22,6 +20,8 @@ from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives
 from moezoo.parallel.traffic import CallName
+from moezoo.tools.calls import CALLS
+from moezoo.tools.cost import expert_rows
 from moezoo.training.build import build_step
 from moezoo.training.evaluate import Evaluator
 from moezoo.training.report import choice_lines, dispatch_lines

@@ -24,7 +24,6 @@ from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo import Execution
-from moezoo.analysis.calls import CALLS
 from moezoo.config.build import blueprint_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
@@ -32,6 +31,7 @@ from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.parallel.traffic import Traffic, TrafficTable
+from moezoo.tools.calls import CALLS
 from moezoo.training.loss import cross_entropy
 from moezoo.training.step import Step
 

@@ -1,4 +1,4 @@
-"""`python scripts/endurance.py`: disturb a run by kills, signals and flipped bits, and compare it with another."""
+"""`python tests/training/endurance.py`: disturb a run by kills, signals and flipped bits; compare it with another."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
-from moezoo.cli.command import ConfiguredCommand
+from moezoo.cli.command import ConfiguredCommand, execute
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
@@ -121,7 +121,7 @@ def _endure(trial: Trial, overrides: Sequence[str], folder: Path, log: Callable[
         fine &= _try_flipped_bit(number + i + 1, torn, [*on, f"steps={total + 1}"], rng, log)
     number += trial.flips
     began = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import moezoo.cli"], check=True)
+    subprocess.run([sys.executable, "-c", "import moezoo.__main__"], check=True)
     # Before, a signal has Python's own effect. Twice: on a busy machine the next start may take longer.
     first_moment = max(_LEAST_SECONDS, 2 * (time.monotonic() - began))
     for i in range(trial.moments):
@@ -309,3 +309,7 @@ COMMAND = ConfiguredCommand(
     configure=configure,
     examples=("folder=/tmp/endurance", "folder=/tmp/endurance kills=3 flips=1 mesh=ep8 dispatch=ragged"),
 )
+
+if __name__ == "__main__":
+    with interrupts.ending():
+        execute(COMMAND, sys.argv[1:], f"python {sys.argv[0]}")

@@ -14,8 +14,8 @@ from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
 
 import moezoo
-from moezoo.analysis.sharding import describe
 from moezoo.config.build import blueprint_of
+from moezoo.tools.sharding.describe import describe
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.exporting import plan_export
 from moezoo.training.report import trained_rows

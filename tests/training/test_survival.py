@@ -235,7 +235,9 @@ def test_a_full_disk(copy, whole, tmp_path):
     """
     shutil.rmtree(copy / "checkpoints" / "12")
     refused = shlex.join([sys.executable, str(TRAIN), "resume=disk/copy"])
-    began = "import moezoo.training.train as t; t.check_disk = lambda *_: None; from moezoo.cli import run_script; "
+    began = (
+        "import moezoo.training.train as t; t.check_disk = lambda *_: None; from moezoo.__main__ import run_script; "
+    )
     train = shlex.join([sys.executable, "-c", f"{began}run_script('train')", "resume=disk/copy"])
     # Leave 64 kB for the other files of a run; a checkpoint is larger.
     fill = "cp -r copy disk && head -c $(($(stat -f -c '%a * %S' disk) - 65536)) /dev/zero > disk/full"
@@ -328,7 +330,7 @@ def limited(*arguments):
     resource.setrlimit(getattr(resource, kind), (int(most), int(most)))
     return train(*arguments)
 loop.Loop.train = limited
-from moezoo.cli import run_script
+from moezoo.__main__ import run_script
 run_script("train")
 """
     for kind, most, words in (("RLIMIT_NOFILE", 24, "ulimit -n"), ("RLIMIT_FSIZE", 20_000, "ulimit -f")):

@@ -23,11 +23,11 @@ from moezoo.cli.convert import main as convert
 from moezoo.cli.model_keys import ModelKeys, load_model
 from moezoo.config.compose import compose_onto, read_run
 from moezoo.config.run_folders import steps
-from moezoo.config.sweeping import Element
+from moezoo.tools.sweep.expand import Element
+from moezoo.tools.sweep.report import find_outcome
 from moezoo.training import loop
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.reading import read_folder
-from moezoo.training.sweep_report import find_outcome
 from moezoo.training.validations import best_checkpoint, count_validations
 
 NAN = math.nan

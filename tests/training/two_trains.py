@@ -7,7 +7,7 @@ import os
 import sys
 
 import moezoo
-from moezoo.cli import run_script
+from moezoo.__main__ import run_script
 from moezoo.training import folder
 
 

@@ -1,6 +1,6 @@
 """`auto`: the choice whether tokens or weights move.
 
-Naive equivalent: the user compares `moezoo.analysis.cost.communication(cfg, dispatch=...).bytes` and names the least.
+Naive equivalent: the user compares `moezoo.analysis.communication(cfg, dispatch=...).bytes` and names the least.
 """
 
 import dataclasses

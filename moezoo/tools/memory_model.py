@@ -1,0 +1,100 @@
+"""The memory model of all programs, for any mesh without its devices: that of a step, and of those without gradients.
+
+`moezoo.training.step_memory` has what a step holds, and the words. docs/planning.md lists the terms, and how far they
+are from what compilers reserve.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from moezoo.config.build import blueprint_on, build_execution
+from moezoo.config.settings import TrainConfig
+from moezoo.generation.generate import round_up
+from moezoo.models.base import LanguageModel
+from moezoo.models.blueprint import Blueprint
+from moezoo.models.layers import block_path
+from moezoo.models.stage_set import stage_weights
+from moezoo.models.working_set import Term, forward_terms, of_one, stream, weights_of
+from moezoo.nn.cache import Kept
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.kernels import Target, mesh_for
+from moezoo.parallel.traffic import CallName
+from moezoo.tools.calls import CALLS
+from moezoo.training.build import build_step
+from moezoo.training.step_memory import TPU, Footprint, backend_of, hoisted_bytes, moment_of, step_footprint
+
+
+def footprint(
+    cfg: TrainConfig, call: CallName = "train", *, target: Target = TPU, blueprint: Blueprint | None = None
+) -> Footprint:
+    """Return the memory of a program on one device of the mesh of `cfg`. No device is used and nothing is compiled.
+
+    A step with `remat` of `dots` or `none` is traced, and so is a program with `dispatch=auto`: that takes seconds.
+
+    Args:
+        cfg: The configuration.
+        call: What runs, as for `moezoo.tools.sharding.describe.describe`.
+        target: What the program is for: it decides which kernels run.
+        blueprint: As in `moezoo.training.build.build_step`.
+
+    Raises:
+        UserError: The parts of the configuration do not fit together, or a mesh axis is -1.
+    """
+    if call == "train":
+        return step_footprint(build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, target)), blueprint))
+    return _forward(cfg, call, target, blueprint_on(cfg, given=blueprint))
+
+
+def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Blueprint) -> Footprint:
+    program, model = CALLS[call](cfg, blueprint), blueprint.shapes
+    execution, (rows, length) = program.execution, program.local_tokens
+    execution = dataclasses.replace(execution, mesh=mesh_for(cfg.mesh, target))
+    fixed = jax.tree.map(lambda _: False, model)
+    parameters = Term("parameters", program.memory["parameters"])
+    held = (parameters, Term("parameters as loops read them", hoisted_bytes(model, execution)))
+    own, piped = execution.micro_batches // execution.stages, execution.piped(model)
+    given = Term("batch", 4 * 4 * own * rows * length)
+    if call != "evaluate":
+        given = Term("cache", sum(_cache_bytes(model, cfg, execution, rows)))
+    vocab = model.vocab // execution.inner_group("vocab").size
+    readout, moments = weights_of(model.readout, fixed.readout, execution), []
+    for number, stack in enumerate(model.stacks):
+        for kind, block in enumerate(map(of_one, stack.blocks)):
+            staged = piped is not None and number == piped.stack
+            how = execution.within_stage if staged else execution
+            weights = weights_of(block, fixed.stacks[number].blocks[kind], how)
+            # With a cache, weights that are not gathered are read where they lie.
+            read = Term("gathered weights", weights.whole if call == "evaluate" else weights.gathered)
+            terms = forward_terms(block, how, rows * length, backend_of(execution))
+            if staged:  # what waits, what is done, and what passes
+                passing = (2 * own + 1) * stream(rows * length, model.config.embed, execution)
+                terms += (*stage_weights(model, None, execution), Term("micro-batches of the stage", passing))
+            moments.append(moment_of(block_path(number, kind), *held, given, read, *terms))
+    logits = Term("logits", 2 * 4 * vocab * program.logits)
+    moments.append(moment_of("head", *held, given, Term("unembedding", readout.whole), logits))
+    return Footprint(parameters.bytes + given.bytes * (call != "prefill"), tuple(moments))
+
+
+def _cache_bytes(model: LanguageModel, cfg: TrainConfig, execution: Execution, rows: int) -> Iterator[int]:
+    """Yield the bytes of the cache of each kind of layer, for the prompts and new tokens of `CALLS`."""
+    itemsize = jnp.dtype(execution.dtype).itemsize
+    for stack in model.stacks:
+        for block in stack.blocks:
+            kept: Any = jax.tree.leaves(block.attention.state(round_up(cfg.seq_len) + round_up(1)), is_leaf=_is_kept)
+            numbers = sum(math.prod(_parts(each, execution)) for each in kept)
+            yield stack.count * rows * numbers * itemsize
+
+
+def _is_kept(x: PyTree) -> bool:
+    return isinstance(x, Kept)
+
+
+def _parts(kept: Kept, execution: Execution) -> Iterator[int]:
+    for axis, size in kept.sizes.items():
+        yield max(1, size // execution.ways(execution.rules.kept(axis, execution.sizes)))

@@ -1,0 +1,1 @@
+"""A folder of Hugging Face, compared with transformers module by module."""

@@ -1,0 +1,1 @@
+"""To which experts the tokens of a text go."""

@@ -1,0 +1,1 @@
+"""What each device stores, receives and keeps, from placements and traced programs."""

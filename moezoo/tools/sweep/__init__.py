@@ -1,0 +1,1 @@
+"""A run for each combination of settings, and a table of them."""

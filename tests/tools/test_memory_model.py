@@ -1,0 +1,222 @@
+"""The memory model: exact where programs are exact, and near what compilers have in use."""
+
+from typing import Any
+
+import pytest
+
+import moezoo
+from moezoo.config.build import blueprint_on, build_execution
+from moezoo.parallel.kernels import Target, mesh_for
+from moezoo.parallel.mesh import mesh_of
+from moezoo.tools.absent import absent_devices
+from moezoo.tools.calls import CALLS
+from moezoo.tools.compiling import memory_of
+from moezoo.tools.memory_model import footprint
+from moezoo.tools.sharding.activations import cache_rows
+from moezoo.training.build import build_step
+from moezoo.training.saved_activations import saved_bytes, tick_bytes, traced_bytes
+from moezoo.training.step import Step
+from moezoo.training.step_memory import step_footprint
+
+FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek", "gpt_oss")
+STRATEGIES = ("dense", "capacity", "gather", "ragged", "ring")
+TARGETS = {"v5p": Target("tpu"), "h200": Target("cuda", "9.0")}
+SMALL = ("batch_size=16", "seq_len=128", "model.max_length=128")
+
+
+def step_on(mesh: Any, *words: str) -> Step:
+    """Return the step of a configuration on a mesh, or for a target without its devices."""
+    cfg = moezoo.compose(*words)
+    return build_step(cfg, build_execution(cfg, mesh_for(cfg.mesh, mesh) if isinstance(mesh, Target) else mesh))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"), marks=pytest.mark.newer
+        ),
+        ("model=qwen3_moe", "mesh=fsdp8", "adapter=lora"),
+        pytest.param(("model=mixtral", "mesh=fsdp8", "dispatch=ring"), marks=pytest.mark.full),
+        pytest.param(
+            ("model=gpt_oss", "mesh=ep8", "execution.param_dtype=bfloat16", "optimizer=sgd"), marks=pytest.mark.full
+        ),
+    ],
+    ids=lambda words: "-".join(word.partition("=")[2] for word in words),
+)
+def test_arguments_are_those_of_the_compiled_step(words):
+    step = step_on(None, *words, *SMALL)
+    memory = memory_of(step.compile().program)
+    found = step_footprint(step)
+    assert memory is not None
+    assert found.arguments == memory.arguments
+    assert found.arguments < found.peak < 2 * memory.in_use
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "remat"),
+    [(f, s, "full") for f, s in zip(FAMILIES, STRATEGIES, strict=True)]
+    + [("deepseek", "ragged", "offload"), ("gpt_oss", "ring", "offload")],
+)
+def test_saved_activations_are_what_the_scans_return(family, strategy, remat):
+    words = (f"model={family}", f"dispatch={strategy}", "mesh=fsdp2_ep4", f"execution.remat={remat}", *SMALL)
+    step = step_on(Target("tpu"), *words)
+    assert saved_bytes(step) == traced_bytes(step)
+
+
+def test_dots_save_products():
+    """By hand, numbers per token: three projections, the result of attention and `out`, and the products of experts."""
+    words = ("model=mixtral", "dispatch=gather", "mesh=fsdp8", "execution.remat=dots", *SMALL)
+    step = step_on(Target("tpu"), *words)
+    c: Any = step.blueprint.config
+    tokens = 2 * 128
+    heads, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    # The input, queries, keys and values, attention's result twice (the kernel's and the reordered one), its sum of
+    # exponentials and the maximum, `out`, the logits of the router.
+    outside = c.embed + heads + 2 * keys + heads + c.heads + c.embed + c.experts
+    rows = c.experts_per_token * (2 * c.expert_mlp + c.embed)
+    sums = 2 * (2 * c.experts + 1) + 2  # of two rows
+    assert saved_bytes(step) == (4 * c.layers * ((outside + rows) * tokens + sums),)
+
+
+@pytest.mark.parametrize("call", ["evaluate", "prefill", "decode"])
+def test_terms_of_other_calls(call):
+    cfg = moezoo.compose("model=deepseek", "mesh=fsdp2_ep4", "dispatch=ring", "seq_len=100")
+    program = CALLS[call](cfg, blueprint := blueprint_on(cfg))
+    found = footprint(cfg, call)
+    held = dict(found.terms)
+    assert held["parameters"] == program.memory["parameters"]
+    assert found.peak == sum(held.values()) == max(moment.bytes for moment in found.moments)
+    if program.cache is not None:
+        rows = cache_rows(blueprint.shapes, program.cache, program.execution)
+        assert held["cache"] == sum(row.bytes_per_device for row in rows)
+
+
+def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
+    once, twice = (
+        step_footprint(step_on(Target("tpu"), "model=mixtral", "mesh=fsdp8", f"execution.microbatches={n}", *SMALL))
+        for n in (1, 2)
+    )
+    (before, *_), (after, *_) = (
+        [dict(m.terms) for m in found.moments if "products" in m.name] for found in (once, twice)
+    )
+    # Two of the sums of routing are one number per layer and micro-step.
+    layers = step_on(Target("tpu"), "model=mixtral").blueprint.config.layers
+    assert after["saved activations"] * 2 == before["saved activations"] + 2 * 4 * layers
+    assert after["sum of gradients over micro-steps"] == after["gradients"] == before["gradients"]
+    assert "sum of gradients over micro-steps" not in before
+
+
+# Devices, and the overrides of a step of a released model; of docs/planning.md.
+PEAKS = {
+    "mixtral": ("v5p:4x4x4", "model=mixtral_8x7b mesh.fsdp=64 batch_size=768 seq_len=4096"),
+    "mixtral-large-batch": ("v5p:4x4x4", "model=mixtral_8x7b mesh.fsdp=64 batch_size=1536 seq_len=4096"),
+    "mixtral-gpu": ("h200", "model=mixtral_8x7b mesh.fsdp=8 batch_size=16 seq_len=4096"),
+    "qwen3-ring": (
+        "h200",
+        "model=qwen3_30b_a3b mesh.expert=8 dispatch=ring dispatch.buffer_factor=2 batch_size=16 seq_len=4096",
+    ),
+    "deepseek_v2_lite-capacity-dots": (
+        "v5p",
+        "model=deepseek_v2_lite mesh.expert=8 dispatch=capacity execution.remat=dots batch_size=32 seq_len=4096",
+    ),
+    "gpt_oss": ("v5p", "model=gpt_oss_20b mesh.fsdp=8 dispatch=gather batch_size=32 seq_len=4096"),
+    "olmoe-none": (
+        "h200",
+        "model=olmoe_1b_7b mesh.fsdp=8 dispatch=gather execution.remat=none batch_size=16 seq_len=4096",
+    ),
+    "deepseek_v3-ragged": (
+        "v5p:8x8x8",
+        "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 dispatch=ragged dispatch.buffer_factor=2 batch_size=1024 "
+        "seq_len=4096",
+    ),
+    "qwen3-long": (
+        "v5p:4x4x4",
+        "model=qwen3_30b_a3b mesh.fsdp=8 mesh.context=8 dispatch=gather execution.context_parallel=ring batch_size=8 "
+        "seq_len=32768",
+    ),
+    "olmoe-ragged-dots": (
+        "v5p",
+        "model=olmoe_1b_7b mesh.fsdp=2 mesh.expert=4 dispatch=ragged execution.remat=dots batch_size=16 seq_len=4096",
+    ),
+    "deepseek_v2_lite-ring": (
+        "h200",
+        "model=deepseek_v2_lite mesh.fsdp=2 mesh.expert=4 dispatch=ring execution.microbatches=4 batch_size=64 "
+        "seq_len=4096",
+    ),
+    "olmoe-muon": ("v5p", "model=olmoe_1b_7b mesh.fsdp=8 dispatch=gather optimizer=muon batch_size=16 seq_len=4096"),
+    "mixtral-tensor": (
+        "h200",
+        "model=mixtral_8x7b rules=tensor mesh.expert=4 mesh.tensor=2 dispatch=ring execution.param_dtype=bfloat16 "
+        "batch_size=4 seq_len=4096",
+    ),
+}
+QUICK = ("qwen3-ring", "gpt_oss")
+
+
+@pytest.mark.usefixtures("_uncached")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.absent if name in QUICK else pytest.mark.full) for name in PEAKS],
+)
+def test_peak_is_near_what_compilers_have_in_use(name):
+    devices, words = PEAKS[name]
+    cfg = moezoo.compose(*words.split())
+    predicted = footprint(cfg, target=TARGETS[devices.partition(":")[0]])
+    memory = memory_of(step_on(mesh_of(cfg.mesh, absent_devices(devices)), *words.split()).compile().program)
+    assert memory is not None
+    print(f"{name}: {predicted.peak / 1e9:.1f} GB at {predicted.moment}; in use {memory.in_use / 1e9:.1f} GB")
+    assert memory.in_use / 1.3 < predicted.peak < 1.3 * memory.in_use
+
+
+STAGED = ("mesh.stage=2", "mesh.fsdp=4", "batch_size=32", "seq_len=64", "execution.dtype=bfloat16")
+
+
+@pytest.mark.parametrize("order", ["microbatches=4", "microbatches=8", "microbatches=4,gather=tick", "chunks=2"])
+def test_what_a_stage_holds(order):
+    """One input per tick; gathered weights and their gradients once, or none; a copy of layers that move to stages."""
+    options = [f"execution.pipeline.{each}" for each in order.split(",")]
+    step = step_on(Target("tpu"), "model=mixtral", *STAGED, *options)
+    held = dict(next(m for m in step_footprint(step).moments if "in a tick: attention" in m.name).terms)
+    c: Any = step.blueprint.config
+    pipeline: Any = step.execution.pipeline
+    count, chunks = pipeline.count(2), pipeline.chunks
+    ticks, input = chunks * count + 1, 2 * (32 // count // 4) * 64 * c.embed
+    sums = 4 * (32 // count // 4 * (2 * c.experts + 1) + 2)  # of one layer of routing
+    assert held["saved activations"] == ticks * (input + c.layers // 2 // chunks * sums)
+    assert held["inputs of the layers of a tick"] == c.layers // 2 // chunks * input
+    assert held["gradients of micro-batches of the stage"] == (count + 1) * input
+    layer = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + c.embed * c.experts + 2 * c.embed
+    layer += c.experts * 3 * c.embed * c.expert_mlp
+    once = pipeline.gather == "once"
+    assert held.get("gathered weights of the stage", 0) == once * c.layers // 2 * layer * 2
+    assert held.get("gradients of weights of the stage", 0) == once * c.layers // 2 * layer * 4
+    assert ("layers moved to their stage" in held) == (chunks > 1)
+    if chunks > 1:  # stored over four devices, but for the norms; and its gradient
+        norms = 2 * c.embed
+        assert held["layers moved to their stage"] == 2 * c.layers // 2 * ((layer - norms) // 4 + norms) * 4
+
+
+@pytest.mark.parametrize("remat", ["full", pytest.param("none", marks=pytest.mark.newer)])
+def test_saved_activations_of_stages_are_those_of_the_traced_step(remat):
+    """Within the coordinates of tokens: before the stages, in ticks and after them."""
+    step = step_on(Target("tpu"), "model=deepseek", "model.layers=8", *STAGED, f"execution.remat={remat}")
+    found, traced = saved_bytes(step), traced_bytes(step)
+    assert len(found) == 3
+    assert all(1 <= b / a < 1.02 if n == 1 else a <= b for n, (a, b) in enumerate(zip(found, traced, strict=True)))
+    assert tick_bytes(step) > 0
+    # Each part has what those before it saved, and it; outside of ticks, micro-batches and their gradients.
+    held = {
+        m.name.removeprefix("backward pass of ").partition(":")[0]: dict(m.terms) for m in step_footprint(step).moments
+    }
+    input = 2 * (32 // 2 // 4) * 64 * step.blueprint.config.embed
+    for part, name in enumerate(("stacks[0].blocks[0]", "stacks[1].blocks[0] in a tick", "stacks[1].blocks[0]")):
+        assert held[name]["saved activations"] == sum(found[: part + 1])
+        assert held[name].get("micro-batches of the stage", 0) == (0 if "tick" in name else 2 * input)
+
+
+def test_an_evaluation_in_stages_keeps_no_inputs_of_ticks():
+    cfg = moezoo.compose("model=mixtral", *STAGED, "execution.pipeline.microbatches=4")
+    names = {term.name for moment in footprint(cfg, "evaluate").moments for term in moment.terms}
+    assert {"gathered weights of the stage", "micro-batches of the stage"} < names
+    assert not {"gradients of weights of the stage", "saved activations"} & names
