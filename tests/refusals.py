@@ -1,6 +1,7 @@
-"""Expecting errors of users."""
+"""Expecting errors of users, and tables of them."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +11,27 @@ from moezoo.errors import UserError
 
 @contextlib.contextmanager
 def refused(*parts: str) -> Iterator[None]:
-    """Expect a `UserError` of one line that begins with the first of `parts` and contains the others in this order."""
+    """Expect a `UserError` of one line that begins with the first of `parts` and contains the others in this order.
+
+    In a part, " ... " stands for any text.
+    """
     with pytest.raises(UserError) as caught:
         yield
-    message, end = str(caught.value), 0
+    first, *others = " ... ".join(parts).split(" ... ")
+    message, end = str(caught.value), len(first)
     assert "\n" not in message
-    assert message.startswith(parts[0]), message
-    for part in parts:
+    assert message.startswith(first), message
+    for part in others:
         assert part in message[end:], (part, message)
         end = message.index(part, end) + len(part)
+
+
+def by_table(text: str) -> pytest.MarkDecorator:
+    """Parametrise a test by the rows of a table: what is refused, and the message of the refusal.
+
+    The first row names the arguments, and "=>" is between columns. A line that is indented goes on with the row above
+    it, and one that begins with "# " is a comment.
+    """
+    lines = inspect.cleandoc(text).replace("\n    ", " ").split("\n")
+    names, *rows = [tuple(cell.strip() for cell in line.split("=>")) for line in lines if not line.startswith("# ")]
+    return pytest.mark.parametrize(names, rows, ids=[first for first, *_ in rows])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import by_table
 from safetensors.numpy import save_file
 
 from benchmarks import data, generate, kernels, timing
@@ -323,78 +324,70 @@ def test_profile(capsys):
     assert copies["largest"][0]["copied"] in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("moe_layer shape=L9", "shape=L9: not known; valid: L1, L2, L3, P1, S1"),
-        ("moe_layer routing=zip", "routing=zip: expected one of uniform, zipf, found zip"),
-        ("moe_layer seconds=0", "seconds=0 must be above 0"),
-        ("moe_layer seconds=nan", "seconds=nan: expected a number such as 0.5, found no finite number"),
-        ("moe_layer step=mesh=ep8", "step: there is no key 'step'"),
-        ("moe_layer mesh=ep8", "mesh: there is no key 'mesh'"),
-        ("moe_layer only=bloked", "only=bloked: no implementation of moe_layer has this in its name"),
-        ("moe_layer --json", "--json: no such option; valid: --help, and KEY=VALUE"),
-        ("moe_layer shapes=tiny", "shapes: there is no key 'shapes'; did you mean 'shape'?"),
-        ("moe_layer tiny", "tiny: expected KEY=VALUE"),
-        ("train_step shape=L1", "shape: there is no key 'shape'"),
-        ("train_step step=mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        ("attention kv_heads=0", "kv_heads=0 must be at least 1"),
-        ("attention tokens=0", "tokens=0 must be at least 1"),
-        ("attention tokens=128 tokens=many", "tokens=many: expected a whole number such as 4, found text"),
-        ("attention tokens=1e3", "expected a whole number such as 4, found a decimal number; write 1000"),
-        ("attention window=0", "window=0 must be at least 1"),
-        ("attention shape=L1", "shape: there is no key 'shape'"),
-        ("generate call=1x2", "call=1x2: must be three numbers more than 0, such as 1x32x64"),
-        ("generate call=1x4000x200", "call=1x4000x200: 4200 tokens exceed model.max_length=4096"),
-        (
-            "generate 'model=deepseek model.index_topk=64' call=1x60x5",
-            "call=1x60x5: 65 tokens exceed model.index_topk=64 (beyond it DeepSeek's sparse attention",
-        ),
-        ("generate model=mixtral call=1x8x1 layout=mesh=ep8", "call=1x8x1: needs two or more new tokens"),
-        ("generate 'model= '", "model=' ': must be a model, such as mixtral"),
-        ("generate 'model=mixtral_115m mesh=ep8'", "mesh=ep8 does not belong to the model"),
-        ("generate 'model=mixtral_115m model.embd=3'", "model.embd"),
-        ("data gb=0", "gb=0 must be above 0"),
-        ("data gb=1e6", "gb=1e+06 needs 3000000.0 GB in "),
-        ("data tokenizer=none", "tokenizer=none does not exist; give a Hugging Face tokenizer.json"),
-        ("load gb=0", "gb=0 must be above 0"),
-        ("load gb=1e6", "gb=1e+06: the floor, with every array twice, needs at least 1,862,645.1 GiB of memory, and"),
-        ("load layout=mesh.expert=3", "mesh.expert=3 splits experts 3 ways but model.experts=8"),
-        ("load layout=model.layers=3", "layout=model.layers=3: model.layers must be the same for all; a layout sets"),
-        ("compile shape=L1 step=model=mixtral", "shape= is for kernels and step= for training steps; leave one of"),
-        ("compile format=fp8", "format= is for training steps; name them with step="),
-        ("compile absent=cpu", "absent=cpu: only whole steps are compiled for it; name them with step="),
-        ("compile absent=h200 absent=b200", "absent=b200 absent=h200: a process compiles kernels for one kind of GPU"),
-        ("compile absent=v5q", "absent device v5q: not known; did you mean"),
-        ("profile mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        ("profile mesh=ep8 dtype=float32", "dtype: there is no key 'dtype'"),
-        ("strategies updates=0", "updates=0 must be at least 1"),
-        ("strategies updates=x", "updates=x: expected a whole number such as 4, found text"),
-        ("strategies mesh=epp8", "mesh=epp8: no such mesh; did you mean 'ep8'?"),
-        ("strategies dispatch=rong", "dispatch=rong: no such dispatch; did you mean 'ring'?"),
-        ("strategies mesh=ep8 model.experts=6", "mesh.expert=8 splits experts 8 ways but"),
-        (
-            "strategies mesh=single dispatch=ring 'dispatch=gather batch_size=16'",
-            "dispatch=gather batch_size=16: batch_size must be the same for all; a layout sets only mesh, rules,",
-        ),
-        ("strategies mesh=single model.vocab=64", "data=python_stdlib has 256 byte values but"),
-        ("strategies optimizer=sgdd", "optimizer=sgdd: no such optimizer; did you mean 'sgd'?"),
-        (
-            "layouts layout=optimizer.learning_rate=1e-3 optimizer.learning_rate=1e-2",
-            "optimizer.learning_rate=1e-2: optimizer.learning_rate is also set for optimizer.learning_rate=1e-3",
-        ),
-        ("layouts layout=ring", "ring: expected KEY=VALUE, found no '='; write dispatch=ring"),
-        ("layouts layout=rules=fsdp_epp", "rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?"),
-        ("layouts model=mixtral model=mixtrel", "model=mixtrel: no such model; did you mean 'mixtral'?"),
-        ("layouts 'layout=rules=pure_fsdp mesh=ep8'", "mesh.expert=8 but rules pure_fsdp name no axis 'expert'"),
-        ("layouts rules=ep_as_cp", "rules=ep_as_cp: holds for all that is compared; name it in layout="),
-        (
-            "layouts layout=mesh=ep8 'layout=mesh=fsdp8 execution.dtype=bfloat16'",
-            "layout=mesh=fsdp8 execution.dtype=bfloat16: execution.dtype must be the same for all; a layout sets only",
-        ),
-        ("layouts layout=steps=3", "layout=steps=3: steps must be the same for all; a layout sets only mesh, rules,"),
-        ("generate layout=steps=3", "layout=steps=3: steps must be the same for all"),
-    ],
+@by_table(
+    """
+    arguments => line
+    moe_layer shape=L9 => shape=L9: not known; valid: L1, L2, L3, P1, S1
+    moe_layer routing=zip => routing=zip: expected one of uniform, zipf, found zip
+    moe_layer seconds=0 => seconds=0 must be above 0
+    moe_layer seconds=nan => seconds=nan: expected a number such as 0.5, found no finite number
+    moe_layer step=mesh=ep8 => step: there is no key 'step'
+    moe_layer mesh=ep8 => mesh: there is no key 'mesh'
+    moe_layer only=bloked => only=bloked: no implementation of moe_layer has this in its name
+    moe_layer --json => --json: no such option; valid: --help, and KEY=VALUE
+    moe_layer shapes=tiny => shapes: there is no key 'shapes'; did you mean 'shape'?
+    moe_layer tiny => tiny: expected KEY=VALUE
+    train_step shape=L1 => shape: there is no key 'shape'
+    train_step step=mesh=epp8 => mesh=epp8: no such mesh; did you mean 'ep8'?
+    attention kv_heads=0 => kv_heads=0 must be at least 1
+    attention tokens=0 => tokens=0 must be at least 1
+    attention tokens=128 tokens=many => tokens=many: expected a whole number such as 4, found text
+    attention tokens=1e3 => expected a whole number such as 4, found a decimal number; write 1000
+    attention window=0 => window=0 must be at least 1
+    attention shape=L1 => shape: there is no key 'shape'
+    generate call=1x2 => call=1x2: must be three numbers more than 0, such as 1x32x64
+    generate call=1x4000x200 => call=1x4000x200: 4200 tokens exceed model.max_length=4096
+    generate 'model=deepseek model.index_topk=64' call=1x60x5
+        => call=1x60x5: 65 tokens exceed model.index_topk=64 (beyond it DeepSeek's sparse attention
+    generate model=mixtral call=1x8x1 layout=mesh=ep8 => call=1x8x1: needs two or more new tokens
+    generate 'model= ' => model=' ': must be a model, such as mixtral
+    generate 'model=mixtral_115m mesh=ep8' => mesh=ep8 does not belong to the model
+    generate 'model=mixtral_115m model.embd=3' => model.embd
+    data gb=0 => gb=0 must be above 0
+    data gb=1e6 => gb=1e+06 needs 3000000.0 GB in
+    data tokenizer=none => tokenizer=none does not exist; give a Hugging Face tokenizer.json
+    load gb=0 => gb=0 must be above 0
+    load gb=1e6 => gb=1e+06: the floor, with every array twice, needs at least 1,862,645.1 GiB of memory, and
+    load layout=mesh.expert=3 => mesh.expert=3 splits experts 3 ways but model.experts=8
+    load layout=model.layers=3 => layout=model.layers=3: model.layers must be the same for all; a layout sets
+    compile shape=L1 step=model=mixtral => shape= is for kernels and step= for training steps; leave one of
+    compile format=fp8 => format= is for training steps; name them with step=
+    compile absent=cpu => absent=cpu: only whole steps are compiled for it; name them with step=
+    compile absent=h200 absent=b200 => absent=b200 absent=h200: a process compiles kernels for one kind of GPU
+    compile absent=v5q => absent device v5q: not known; did you mean
+    profile mesh=epp8 => mesh=epp8: no such mesh; did you mean 'ep8'?
+    profile mesh=ep8 dtype=float32 => dtype: there is no key 'dtype'
+    strategies updates=0 => updates=0 must be at least 1
+    strategies updates=x => updates=x: expected a whole number such as 4, found text
+    strategies mesh=epp8 => mesh=epp8: no such mesh; did you mean 'ep8'?
+    strategies dispatch=rong => dispatch=rong: no such dispatch; did you mean 'ring'?
+    strategies mesh=ep8 model.experts=6 => mesh.expert=8 splits experts 8 ways but
+    strategies mesh=single dispatch=ring 'dispatch=gather batch_size=16'
+        => dispatch=gather batch_size=16: batch_size must be the same for all; a layout sets only mesh, rules,
+    strategies mesh=single model.vocab=64 => data=python_stdlib has 256 byte values but
+    strategies optimizer=sgdd => optimizer=sgdd: no such optimizer; did you mean 'sgd'?
+    layouts layout=optimizer.learning_rate=1e-3 optimizer.learning_rate=1e-2
+        => optimizer.learning_rate=1e-2: optimizer.learning_rate is also set for optimizer.learning_rate=1e-3
+    layouts layout=ring => ring: expected KEY=VALUE, found no '='; write dispatch=ring
+    layouts layout=rules=fsdp_epp => rules=fsdp_epp: no such rules; did you mean 'fsdp_ep'?
+    layouts model=mixtral model=mixtrel => model=mixtrel: no such model; did you mean 'mixtral'?
+    layouts 'layout=rules=pure_fsdp mesh=ep8' => mesh.expert=8 but rules pure_fsdp name no axis 'expert'
+    layouts rules=ep_as_cp => rules=ep_as_cp: holds for all that is compared; name it in layout=
+    layouts layout=mesh=ep8 'layout=mesh=fsdp8 execution.dtype=bfloat16'
+        => layout=mesh=fsdp8 execution.dtype=bfloat16: execution.dtype must be the same for all; a layout sets only
+    layouts layout=steps=3 => layout=steps=3: steps must be the same for all; a layout sets only mesh, rules,
+    generate layout=steps=3 => layout=steps=3: steps must be the same for all
+    """
 )
 def test_mistakes_get_one_line(capsys, arguments, line):
     code, out, err = bench(capsys, *shlex.split(arguments))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import by_table
 
 from moezoo.config.compose import as_mapping, compose, to_yaml
 
@@ -32,52 +33,46 @@ def refuse(capsys, monkeypatch, script, *arguments) -> str:
     return err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ("mesh=ep8 model.experts=6", ["mesh.expert=8", "model.experts=6", "(mesh=ep8)"]),
-        ("mesh=fsdp8 model.embed=36", ["mesh.fsdp=8", "model.embed=36"]),
-        (
-            "mesh=ep8 dispatch.chunks=500",
-            ["dispatch.chunks=500", "128 tokens per device and micro-step", "at most 128"],
-        ),
-        ("dispatch.chunks=0", ["dispatch.chunks=0 must be at least 1"]),
-        ("mesh=fsdp2_ep4 batch_size=4", ["batch_size=4", "mesh.fsdp=2", "mesh.expert=4", "(mesh=fsdp2_ep4)"]),
-        ("mesh.expert=8 mesh.data=1 model.experts=6", ["mesh.expert=8 splits", "it runs on 8 devices with "]),
-        ("batch_size=8 execution.microbatches=3", ["batch_size=8", "execution.microbatches=3"]),
-        ("mesh=ep8 execution.microbatches=2", ["batch_size=8", "16", "execution.microbatches=2 x mesh.expert=8"]),
-        ("mesh.context=2 seq_len=127", ["seq_len=127", "mesh.context=2"]),
-        ("rules.store.heads=[fsdp] rules.store.embed=[] mesh.fsdp=8", ["mesh.fsdp=8", "model.heads=4"]),
-        ("model.heads=3", ["model.heads=3", "model.kv_heads=2"]),
-        ("model.experts_per_token=9", ["model.experts_per_token=9", "model.experts=8"]),
-        ("mesh.expert=3 batch_size=9", ["mesh.expert=3", "model.experts=8", "mesh.expert=1"]),
-        ("steps=5 schedule.warmup_steps=6", ["schedule.warmup_steps=6", "steps=5"]),
-        ("mesh.tensor=2", ["mesh.tensor=2", "fsdp_ep", "'tensor'"]),
-        ("mesh=ep8 rules=pure_fsdp", ["mesh.expert=8", "pure_fsdp"]),
-        ("mesh.expert=16", ["mesh.expert=16", "16 devices", "8"]),
-        ("mesh=ep8 rules.store.expert_embed=[expert]", ["'expert'", "'expert_embed'", "fsdp_ep"]),
-        ("rules.compute.expert=[fsdp]", ["rules.compute.expert=[fsdp]", "rules.store.expert=[expert]"]),
-        ("rules.store.embd=[fsdp]", ["rules.store.embd", "'embed'"]),
-        ("data=synthetic data.vocab=300", ["data.vocab=300", "model.vocab=256"]),
-        ("data=text", ["data.path", "data=text"]),
-        ("data=text data.path=/dev/zero", ["data.path=/dev/zero is a device", "give a text file"]),
-        ("data=tokens data.path=.", ["data.path=. is a folder", "give a .npy file"]),
-        ("data=synthetic data.documents=2000000000", ["data.documents=2000000000", "GiB", "(data=synthetic)"]),
-        (
-            "model=deepseek_v3 mesh=ep8",
-            ["671,026,404,352 parameters", "9,999.2 GiB", "this machine", "(model=deepseek"],
-        ),
-        ("model.embed=1000000000", ["model.embed=1000000000", "5,967.9 GiB", "this machine"]),
-        ("model.embed=1000000000000", ["model.embed=1000000000000", "2147483647"]),
-        ("mesh.expert=100000000000", ["mesh.expert=100000000000", "2147483647"]),
-        ("batch_size=16000000", ["batch_size=16000000", "1,007.1 GiB", "this machine"]),
-        ("batch_size=100000000000000000000", ["batch_size=100000000000000000000", "2147483647"]),
-        ("resume=nowhere", ["resume=nowhere"]),
-    ],
+@by_table(
+    """
+    arguments => parts
+    mesh=ep8 model.experts=6 => mesh.expert=8 ... model.experts=6 ... (mesh=ep8)
+    mesh=fsdp8 model.embed=36 => mesh.fsdp=8 ... model.embed=36
+    mesh=ep8 dispatch.chunks=500 => dispatch.chunks=500 ... 128 tokens per device and micro-step ... at most 128
+    dispatch.chunks=0 => dispatch.chunks=0 must be at least 1
+    mesh=fsdp2_ep4 batch_size=4 => batch_size=4 ... mesh.fsdp=2 ... mesh.expert=4 ... (mesh=fsdp2_ep4)
+    mesh.expert=8 mesh.data=1 model.experts=6 => mesh.expert=8 splits ... it runs on 8 devices with mesh
+    batch_size=8 execution.microbatches=3 => batch_size=8 ... execution.microbatches=3
+    mesh=ep8 execution.microbatches=2 => batch_size=8 ... 16 ... execution.microbatches=2 x mesh.expert=8
+    mesh.context=2 seq_len=127 => seq_len=127 ... mesh.context=2
+    rules.store.heads=[fsdp] rules.store.embed=[] mesh.fsdp=8 => mesh.fsdp=8 ... model.heads=4
+    model.heads=3 => model.heads=3 ... model.kv_heads=2
+    model.experts_per_token=9 => model.experts_per_token=9 ... model.experts=8
+    mesh.expert=3 batch_size=9 => mesh.expert=3 ... model.experts=8 ... mesh.expert=1
+    steps=5 schedule.warmup_steps=6 => schedule.warmup_steps=6 ... steps=5
+    mesh.tensor=2 => mesh.tensor=2 ... fsdp_ep ... 'tensor'
+    mesh=ep8 rules=pure_fsdp => mesh.expert=8 ... pure_fsdp
+    mesh.expert=16 => mesh.expert=16 ... 16 devices ... 8
+    mesh=ep8 rules.store.expert_embed=[expert] => 'expert' ... 'expert_embed' ... fsdp_ep
+    rules.compute.expert=[fsdp] => rules.compute.expert=[fsdp] ... rules.store.expert=[expert]
+    rules.store.embd=[fsdp] => rules.store.embd ... 'embed'
+    data=synthetic data.vocab=300 => data.vocab=300 ... model.vocab=256
+    data=text => data.path ... data=text
+    data=text data.path=/dev/zero => data.path=/dev/zero is a device ... give a text file
+    data=tokens data.path=. => data.path=. is a folder ... give a .npy file
+    data=synthetic data.documents=2000000000 => data.documents=2000000000 ... GiB ... (data=synthetic)
+    model=deepseek_v3 mesh=ep8 => 671,026,404,352 parameters ... 9,999.2 GiB ... this machine ... (model=deepseek
+    model.embed=1000000000 => model.embed=1000000000 ... 5,967.9 GiB ... this machine
+    model.embed=1000000000000 => model.embed=1000000000000 ... 2147483647
+    mesh.expert=100000000000 => mesh.expert=100000000000 ... 2147483647
+    batch_size=16000000 => batch_size=16000000 ... 1,007.1 GiB ... this machine
+    batch_size=100000000000000000000 => batch_size=100000000000000000000 ... 2147483647
+    resume=nowhere => resume=nowhere
+    """
 )
 def test_train_refuses_in_one_line(capsys, monkeypatch, arguments, parts):
     line = refuse(capsys, monkeypatch, TRAIN, *arguments.split())
-    for part in parts:
+    for part in parts.split(" ... "):
         assert part in line
 
 

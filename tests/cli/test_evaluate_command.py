@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 from tokenizers_of_kinds import KINDS, TEXT, with_start
 
 import moezoo
@@ -255,24 +255,24 @@ def test_weights_of_few_bits_stay_or_are_widened(folder, texts, tmp_path, capsys
     assert found[5:] == wanted[5:]
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("num_fewshot=3", "num_fewshot= is for tasks of lm_eval; name some"),
-        ("tasks=, mesh=single", "tasks= is empty; name tasks"),
-        ("tasks=a split=all", "split=all: tasks name their documents themselves"),
-        ("tasks=a template.x=1", "template. is of the chat template|chat=true"),
-        ("tasks=a data=text", "data=text: tasks bring their own data"),
-        ("tasks=a max_length=1", "max_length=1 must be at least 2"),
-        ("tasks=a mesh=single", "tasks need the library lm_eval|pip install 'moezoo[lm_eval]'"),
-    ],
+@by_table(
+    """
+    words => parts
+    num_fewshot=3 => num_fewshot= is for tasks of lm_eval; name some
+    tasks=, mesh=single => tasks= is empty; name tasks
+    tasks=a split=all => split=all: tasks name their documents themselves
+    tasks=a template.x=1 => template. is of the chat template ... chat=true
+    tasks=a data=text => data=text: tasks bring their own data
+    tasks=a max_length=1 => max_length=1 must be at least 2
+    tasks=a mesh=single => tasks need the library lm_eval ... pip install 'moezoo[lm_eval]'
+    """
 )
 def test_tasks_that_cannot_be_run(folder, words, parts, monkeypatch):
     for name in ("lm_eval", "lm_eval.api.model"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.setattr(os, "environ", dict(os.environ))
     harness._joined.cache_clear()
-    with refused(*parts.split("|")):
+    with refused(parts):
         evaluate.main([f"folder={folder}", *words.split()])
 
 

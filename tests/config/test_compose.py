@@ -9,6 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
+from refusals import by_table
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
 from moezoo.config.overrides import check, read_yaml
@@ -260,28 +261,25 @@ def test_refuses_keys_and_values(override, parts, saved):
     assert refused(check, [override]) == message
 
 
-@pytest.mark.parametrize(
-    ("override", "start"),
-    [
-        (
-            "model.router.scor=softmax",
-            "model.router.scor: there is no key 'scor' in model.router; did you mean",
-        ),
-        ("model.router.score=hard", "model.router.score=hard: expected one of softmax, sigmoid"),
-        ("model.router.score.x=1", "model.router.score.x: "),
-        ("model.router=3", "model.router=3: model.router is a section"),
-        ("model.router={groups:1}", "model.router={groups: 1}: model.router is a section"),
-        ("model.router.groups=0", "model.router.groups=0 must be at least 1"),
-        ("model.router.groups=3", "model.experts=16 is not divisible by model.router.groups=3"),
-        ("model.router.kept_groups=5", "model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4"),
-        ("model.router.groups=16", "model.router.group_score=sum_of_top2 needs two experts"),
-        ("model.experts_per_token=9", "model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2"),
-        ("model.experts_per_token=17", "model.experts_per_token=17 exceeds model.experts=16"),
-        ("model.router.bias_rate=-1", "model.router.bias_rate=-1 must be at least 0"),
-        ("model.yarn.factor=0.5", "model.yarn.factor=0.5 must be at least 1"),
-        ("model.yarn.length=0", "model.yarn.length=0 must be at least 1"),
-        ("model.load_balance=-1", "model.load_balance=-1 must be at least 0"),
-    ],
+@by_table(
+    """
+    override => start
+    model.router.scor=softmax => model.router.scor: there is no key 'scor' in model.router; did you mean
+    model.router.score=hard => model.router.score=hard: expected one of softmax, sigmoid
+    model.router.score.x=1 => model.router.score.x: model.router.score is one value
+    model.router=3 => model.router=3: model.router is a section
+    model.router={groups:1} => model.router={groups: 1}: model.router is a section
+    model.router.groups=0 => model.router.groups=0 must be at least 1
+    model.router.groups=3 => model.experts=16 is not divisible by model.router.groups=3
+    model.router.kept_groups=5 => model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4
+    model.router.groups=16 => model.router.group_score=sum_of_top2 needs two experts
+    model.experts_per_token=9 => model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2
+    model.experts_per_token=17 => model.experts_per_token=17 exceeds model.experts=16
+    model.router.bias_rate=-1 => model.router.bias_rate=-1 must be at least 0
+    model.yarn.factor=0.5 => model.yarn.factor=0.5 must be at least 1
+    model.yarn.length=0 => model.yarn.length=0 must be at least 1
+    model.load_balance=-1 => model.load_balance=-1 must be at least 0
+    """
 )
 def test_refuses_keys_and_values_of_sections_inside(override, start, deepseek):
     assert refused(compose_onto, deepseek, override).startswith(start)

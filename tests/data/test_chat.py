@@ -4,15 +4,15 @@ import dataclasses
 import gzip
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import naive_files as naive
 import numpy as np
 import pytest
 from chat_styles import PLAIN, QWEN, THINKING, WITH_TOOL, save_tokenizer
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.cli.prepare_data import main as prepare_data
 from moezoo.data import Chat, Source, chat_renderer, load
@@ -225,48 +225,27 @@ def test_chats_longer_than_a_row(folder, tmp_path, too_long):
     assert (empty > 0) == (too_long == "cut")
 
 
-GOOD = {"messages": SHORT}
-
-
-def asks(text: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": ""}]}
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["{'messages'"], " line 3 is not JSON (column 2: Expecting property name enclosed"),
-        (['{"messages": [], "messages": []}'], " line 3 is not JSON (an object has the key messages twice)"),
-        (
-            [{**GOOD, "chat_template_kwargs": {"a": float("nan")}}],
-            " line 3 is not JSON (NaN is no number of JSON)",
-        ),
-        ([{**GOOD, "tools": '[{"a": 1, "a": 2}]'}], " line 3: tools is a string, not an array"),
-        (
-            ["7"],
-            ' line 3: the record is a number, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}',
-        ),
-        ([{"prompt": "a", "completion": "b"}], " line 3: the form is prompt/completion, but messages at data.path="),
-        ([{"chosen": SHORT, "rejected": SHORT}], " line 3: chosen and rejected are a preference pair, on which moezoo"),
-        ([{"messages": []}], " line 3: messages is empty; give at least one message, or leave the line out"),
-        ([GOOD, "", {"messages": [{"role": "bot"}]}], ' line 5: message 1 has role "bot"; valid: system, developer'),
-        (
-            [{"messages": [{"role": "user", "content": 1}]}],
-            " line 3: message 1: content is a number, expected a string",
-        ),
-        (
-            [asks("SLOW")],
-            " line 3: rendering it by data.template=t.jinja takes more than 100,000 steps",
-        ),
-        ([asks("NO")], " line 3: data.template=t.jinja refuses this chat: not this"),
-        ([asks("GET")], " line 3: data.template=t.jinja line 3 does what a template must not"),
-        (
-            [asks("FAIL")],
-            " line 3: data.template=t.jinja line 4 fails for this chat (ZeroDivis",
-        ),
-    ],
+@by_table(
+    r"""
+    line => message
+    {'messages' => line 3 is not JSON (column 2: Expecting property name enclosed
+    {"messages": [], "messages": []} => line 3 is not JSON (an object has the key messages twice)
+    {"messages": SHORT, "chat_template_kwargs": {"a": NaN}} => line 3 is not JSON (NaN is no number of JSON)
+    {"messages": SHORT, "tools": "[{\"a\": 1, \"a\": 2}]"} => line 3: tools is a string, not an array
+    7 => line 3: the record is a number, not an object; write {"messages": [{"role": ..., "content": ...}, ...]}
+    {"prompt": "a", "completion": "b"} => line 3: the form is prompt/completion, but messages at data.path=
+    {"chosen": SHORT, "rejected": SHORT} => line 3: chosen and rejected are a preference pair, on which moezoo
+    {"messages": []} => line 3: messages is empty; give at least one message, or leave the line out
+    {"messages": SHORT}\n\n{"messages": [{"role": "bot"}]}
+        => line 5: message 1 has role "bot"; valid: system, developer
+    {"messages": [{"role": "user", "content": 1}]} => line 3: message 1: content is a number, expected a string
+    {"messages": ASKED SLOW} => line 3: rendering it by data.template=t.jinja takes more than 100,000 steps
+    {"messages": ASKED NO} => line 3: data.template=t.jinja refuses this chat: not this
+    {"messages": ASKED GET} => line 3: data.template=t.jinja line 3 does what a template must not
+    {"messages": ASKED FAIL} => line 3: data.template=t.jinja line 4 fails for this chat (ZeroDivis
+    """
 )
-def test_refusals_name_the_line(folder, tmp_path, monkeypatch, lines, message):
+def test_refusals_name_the_line(folder, tmp_path, monkeypatch, line, message):
     monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
     Path("t.jinja").write_text(
         "{% if messages[0].content == 'SLOW' %}{% for i in range(99999) %}{% for j in range(99999) %}"
@@ -275,10 +254,11 @@ def test_refusals_name_the_line(folder, tmp_path, monkeypatch, lines, message):
         "{% elif messages[0].content == 'FAIL' %}{{ 1 / 0 }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    text = [line if isinstance(line, str) else json.dumps(line) for line in [GOOD, GOOD, *lines]]
-    (tmp_path / "a.jsonl").write_text("\n".join(text))
+    asked = r'[{"role": "user", "content": "\1"}, {"role": "assistant", "content": ""}]'
+    text = re.sub(r"ASKED (\w+)", asked, line.replace("SHORT", json.dumps(SHORT)).replace(r"\n", "\n"))
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": SHORT})] * 2 + [text]))
     for path, shown in ((tmp_path / "a.jsonl", ""), (tmp_path, f": {tmp_path}/a.jsonl")):
-        with refused(f"data.path={path}{shown}{message}"):
+        with refused(f"data.path={path}{shown} {message}"):
             load_chats(settings(path, folder, template="t.jinja"))
     assert not list(tmp_path.glob("caches/**/tokens.npy"))
 

@@ -11,7 +11,7 @@ import pytest
 from chat_styles import CASES, HARMONY, MARKED, PLAIN, QWEN, STYLES, THINKING, WITH_TOOL, save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import by_table, refused
 from tokenizers import Tokenizer
 from tokenizers_of_kinds import IN_VOCABULARY, special_in_vocabulary
 
@@ -239,115 +239,88 @@ def test_other_tokens_with_other_ids_are_found_before_the_first_text(tmp_path, m
         Guarded(HuggingFace(path, key="data.tokenizer"))
 
 
-BAD = [
-    ({}, "neither messages nor another known form is there; the object is empty; set data.field=KEY"),
-    ({"message": []}, "neither messages nor another known form is there; did you mean 'message'?; set data.f"),
-    ({"messages": []}, "messages is empty; give at least one message, or leave the line out"),
-    ({"messages": "Hi"}, "messages is a string, not an array of messages; set data.field"),
-    ({"messages": ["Hi"]}, 'message 1 is a string, not an object; write {"role": ..., "content": ...}'),
-    ({"messages": [*PLAIN, {}]}, "message 6 has no role; valid: system, developer, user, assistant, tool"),
-    ({"messages": [{"role": "bot", "content": "a"}]}, 'message 1 has role "bot"; valid: system, developer, user'),
-    ({"messages": [{"role": ["user"], "content": "a"}]}, 'message 1 has role ["user"]; valid: system, developer'),
-    ({"messages": [{"role": "user", "content": 7}]}, "message 1: content is a number, expected a string; correct it"),
-    ({"messages": [{"role": "user"}]}, "message 1 has no content; only an assistant's message with tool_calls may ha"),
-    ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no content; only an assistant's message"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
-        'message 1: part 1 of content has type "image" and no text; only text is read',
-    ),
-    (
-        {"messages": [{"role": "user", "content": ["Hi"]}]},
-        'message 1: part 1 of content is a string, expected {"type": "text", "text": ...}',
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": {"name": "f"}}]},
-        "message 1: tool_calls is an object, expected an array of objects; correct it",
-    ),
-    ({"messages": None, "prompt": "Hi"}, "messages is null, not an array of messages; set data.field"),
-    (
-        {"messages": [{"role": "assistant", "content": "a", "thinking": "b", "reasoning": [{"text": "b"}]}]},
-        "message 1: reasoning is an array, expected a string; correct it",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": "f"}]}]},
-        "message 1: the function of a call is a string, expected an object; correct it",
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
-        "message 1: weight is 0.5, expected 0 or 1; correct it",
-    ),
-    ({"prompt": "Hi", "completion": None}, "completion is null, neither a string nor an array of messages; correct"),
-    ({"messages": PLAIN, "tools": "none"}, "tools is a string, not an array; write a list of objects, or null"),
-    ({"messages": PLAIN, "chat_template_kwargs": []}, "chat_template_kwargs is an array, not an object; write names"),
-    ({"messages": PLAIN, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs has tools, which every templa"),
-    ({"messages": PLAIN, "tools": [json.loads("[" * 100 + "]" * 100)]}, "objects and arrays are more than 100 deep"),
-    (
-        {"prompt": "a\ud800", "completion": ""},
-        "a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre",
-    ),
-    (
-        {"prompt": "\U0010fffc", "completion": ""},
-        "a text has the private character U+10FFFC, which moezoo needs for itself",
-    ),
-]
-
-
-@pytest.mark.parametrize(("record", "message"), BAD)
+@by_table(
+    r"""
+    record => message
+    {} => neither messages nor another known form is there; the object is empty; set data.field=KEY
+    {"message": []} => neither messages nor another known form is there; did you mean 'message'?; set data.f
+    {"messages": []} => messages is empty; give at least one message, or leave the line out
+    {"messages": "Hi"} => messages is a string, not an array of messages; set data.field
+    {"messages": ["Hi"]} => message 1 is a string, not an object; write {"role": ..., "content": ...}
+    {"messages": [{"role": "user", "content": "Hi"}, {}]}
+        => message 2 has no role; valid: system, developer, user, assistant, tool
+    {"messages": [{"role": "bot", "content": "a"}]} => message 1 has role "bot"; valid: system, developer, user
+    {"messages": [{"role": ["user"], "content": "a"}]} => message 1 has role ["user"]; valid: system, developer
+    {"messages": [{"role": "user", "content": 7}]} => message 1: content is a number, expected a string; correct it
+    {"messages": [{"role": "user"}]} => message 1 has no content; only an assistant's message with tool_calls may ha
+    {"messages": [{"role": "assistant", "content": null}]} => message 1 has no content; only an assistant's message
+    {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
+        => message 1: part 1 of content has type "image" and no text; only text is read
+    {"messages": [{"role": "user", "content": ["Hi"]}]}
+        => message 1: part 1 of content is a string, expected {"type": "text", "text": ...}
+    {"messages": [{"role": "assistant", "content": null, "tool_calls": {"name": "f"}}]}
+        => message 1: tool_calls is an object, expected an array of objects; correct it
+    {"messages": null, "prompt": "Hi"} => messages is null, not an array of messages; set data.field
+    {"messages": [{"role": "assistant", "content": "a", "thinking": "b", "reasoning": [{"text": "b"}]}]}
+        => message 1: reasoning is an array, expected a string; correct it
+    {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"function": "f"}]}]}
+        => message 1: the function of a call is a string, expected an object; correct it
+    {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}
+        => message 1: weight is 0.5, expected 0 or 1; correct it
+    {"prompt": "Hi", "completion": null} => completion is null, neither a string nor an array of messages; correct
+    {"messages": PLAIN, "tools": "none"} => tools is a string, not an array; write a list of objects, or null
+    {"messages": PLAIN, "chat_template_kwargs": []} => chat_template_kwargs is an array, not an object; write names
+    {"messages": PLAIN, "chat_template_kwargs": {"tools": 1}} => chat_template_kwargs has tools, which every templa
+    {"messages": PLAIN, "tools": [DEEP]} => objects and arrays are more than 100 deep
+    {"prompt": "a\ud800", "completion": ""}
+        => a text has U+D800, half of a surrogate pair, which no UTF-8 can hold; corre
+    {"prompt": "\udbff\udffc", "completion": ""}
+        => a text has the private character U+10FFFC, which moezoo needs for itself
+    """
+)
 def test_records_that_are_refused(record, message):
     with refused(message):
-        read_chat(record)
+        read_chat(json.loads(record.replace("PLAIN", json.dumps(PLAIN)).replace("DEEP", "[" * 100 + "]" * 100)))
 
 
-BAD_TEMPLATES = [
-    ("{{ '\\ud800' }}", "T fails for this chat (UnicodeEncodeError: "),
-    ("{{ 1", "T line 1 is not a chat template (unexpected end of template, expected 'end of print statement'.); corr"),
-    ("{{ messages | random }}", "T line 1 is not a chat template (No filter named 'random'.); correct it"),
-    ("{{ raise_exception('No ' + messages[0].role) }}", "T refuses this chat: No system"),
-    ("\n{{ messages.__class__ }}", "T line 2 does what a template must not do (access to '__class__' of"),
-    ("{{ messages | attr('__class__') }}", "T line 1 does what a template must not do (access to '__class_"),
-    ("{{ messages.append(1) }}", "T line 1 does what a template must not do (access to 'append' of list)"),
-    ("{{ ''.join.__self__ }}", "T line 1 does what a template must not do (access to '__self__' of"),
-    ("{% include '/etc/passwd' %}", "T line 1 fails for this chat (TypeError: no loader for this environ"),
-    ("{{ messages[9].role }}", "T line 1 fails for this chat (list object has no element 9); correct one of"),
-    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "T line 1 fails for this chat (RecursionError: max"),
-    ("{{ 'a' * 2 * 10**9 }}", "rendering it by T needs more than 1 GiB of memory; correct the template or"),
-    ("{{ 'ä' * (6 * 10**6) }}", "rendering it by T gives more than 10 MB of text; correct the template or"),
-    (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "rendering it by T takes more than 100,000 steps, items of loops and calls of functions; correct the",
-    ),
-    (
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-        "rendering it by T takes more than 100,000 steps",
-    ),
-    (
-        "{% for x in [1] recursive %}{% if loop.depth0 < 3 %}{{ loop(range(999)) }}{% endif %}{% endfor %}",
-        "rendering it by T takes more than 100,000 steps",
-    ),
-    (
-        "{{ (messages | length) ** (10 ** 9) }}",
-        "rendering it by T takes more than 0 seconds of processor time, the last guard; correct the template or leave",
-    ),
-    ("{{ messages[2].content }}", "T line 1 fails for this chat (list object has no element 2); correct one of them"),
-    (
-        "{{ messages | length }}",
-        "T does not show which text is the assistant's: the chat up to message 3 ends with "
-        '"3", and the whole has "5" there; give a template that has {% generation %} around it, or set data.loss_on=ea',
-    ),
-    (
-        "{% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '-' }}{% endfor %}",
-        "T does not show which text is the assistant's: the chat up to message 3 ends with "
-        '"Be brief. Hi\\nHello!", and the whole has "Be brief. Hi\\n-ByeSee you." there; give a template that has '
-        "{% generation %} around it, or set data.loss_on=each",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BAD_TEMPLATES)
+@by_table(
+    r"""
+    text => message
+    {{ '\ud800' }} => T fails for this chat (UnicodeEncodeError: 'utf-8' codec
+    {{ 1 => T line 1 is not a chat template (unexpected end of template, expected 'end of print statement'.); corr
+    {{ messages | random }} => T line 1 is not a chat template (No filter named 'random'.); correct it
+    {{ raise_exception('No ' + messages[0].role) }} => T refuses this chat: No system
+    NEWLINE{{ messages.__class__ }} => T line 2 does what a template must not do (access to '__class__' of
+    {{ messages | attr('__class__') }} => T line 1 does what a template must not do (access to '__class_
+    {{ messages.append(1) }} => T line 1 does what a template must not do (access to 'append' of list)
+    {{ ''.join.__self__ }} => T line 1 does what a template must not do (access to '__self__' of
+    {% include '/etc/passwd' %} => T line 1 fails for this chat (TypeError: no loader for this environ
+    {{ messages[9].role }} => T line 1 fails for this chat (list object has no element 9); correct one of
+    {% macro f() %}{{ f() }}{% endmacro %}{{ f() }} => T line 1 fails for this chat (RecursionError: max
+    {{ 'a' * 2 * 10**9 }} => rendering it by T needs more than 1 GiB of memory; correct the template or
+    {{ 'ä' * (6 * 10**6) }} => rendering it by T gives more than 10 MB of text; correct the template or
+    {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+        => rendering it by T takes more than 100,000 steps, items of loops and calls of functions; correct the
+    {% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}
+        => rendering it by T takes more than 100,000 steps
+    {% for x in [1] recursive %}{% if loop.depth0 < 3 %}{{ loop(range(999)) }}{% endif %}{% endfor %}
+        => rendering it by T takes more than 100,000 steps
+    {{ (messages | length) ** (10 ** 9) }}
+        => rendering it by T takes more than 0 seconds of processor time, the last guard; correct the template or leave
+    {{ messages[2].content }} => T line 1 fails for this chat (list object has no element 2); correct one of them
+    {{ messages | length }}
+        => T does not show which text is the assistant's: the chat up to message 3 ends with "3", and the whole has "5"
+        there; give a template that has {% generation %} around it, or set data.loss_on=ea
+    {% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '-' }}{% endfor %}
+        => T does not show which text is the assistant's: the chat up to message 3 ends with "Be brief. Hi\nHello!", and
+        the whole has "Be brief. Hi\n-ByeSee you." there; give a template that has {% generation %} around it, or set
+        data.loss_on=each
+    """
+)
 def test_templates_that_are_refused(monkeypatch, text, message):
     monkeypatch.setattr(chat_renderer, "SECONDS", 0.3 if "seconds" in message else 60)
     monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
-    with ChatFormat(template(text), Bytes(), DATE) as chats, refused(message):
+    with ChatFormat(template(text.replace("NEWLINE", "\n")), Bytes(), DATE) as chats, refused(message):
         chats.encode(CHAT, "assistant")
 
 

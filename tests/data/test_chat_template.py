@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 from special_tokens import CASES as TWO_FILES
 
 from moezoo.data.chat_template import file_template, folder_template, missing_tokens
@@ -82,34 +82,22 @@ def test_special_tokens_that_print_nothing(tmp_path):
     assert f"prints nothing for bos_token and sep_token: {files} them; if the model needs them, write them" in several
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("t.jinja", None, " does not exist; give a .jinja file, or a tokenizer_config.json that has chat_template"),
-        ("t.jinja", b"\xff", " is not UTF-8 text (byte 0); give a .jinja file"),
-        (
-            "t.json",
-            b"{",
-            " is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); ",
-        ),
-        ("t.json", b"[]", " is not a JSON object; copy or download it again"),
-        ("t.json", b"{}", " has no chat_template; give a .jinja file"),
-        (
-            "t.json",
-            b'{"chat_template": 7}',
-            ": chat_template is neither a text nor a list with one named default; give",
-        ),
-        (
-            "t.json",
-            b'{"chat_template": [{"name": "tool_use", "template": ""}]}',
-            ": chat_template is neither a text nor",
-        ),
-    ],
+@by_table(
+    r"""
+    name => content => message
+    none => => {} does not exist; give a .jinja file, or a tokenizer_config.json that has chat_template
+    t.jinja => \xff => {} is not UTF-8 text (byte 0); give a .jinja file
+    t.json => { => {} is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1));
+    t.json => [] => {} is not a JSON object; copy or download it again
+    t.json => {} => {} has no chat_template; give a .jinja file
+    t.json => {"chat_template": 7} => {}: chat_template is neither a text nor a list with one named default; give
+    t.json => {"chat_template": [{"name": "tool_use", "template": ""}]} => {}: chat_template is neither a text nor
+    """
 )
 def test_refusals(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with refused(f"data.template={tmp_path / name}{message}"):
+    if content:
+        (tmp_path / name).write_bytes(content.replace(r"\xff", "\xff").encode("latin-1"))
+    with refused(message.replace("{}", f"data.template={tmp_path / name}")):
         file_template(str(tmp_path / name), key="data.template", tokenizer=None)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import naive_files as naive
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.data import Jsonl, Source, Text, cache, documents, load, records, train_batches
 from moezoo.data.corpus import Ids
@@ -252,49 +252,64 @@ def test_a_file_that_changes_while_it_is_read(folder, monkeypatch):
 GOOD = b'{"text": "good"}\n'
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "settings", "message"),
-    [
-        ("a.jsonl", GOOD + b"{'text': 1}\n", {}, " line 2 is not JSON (column 2: Expecting property name enclosed"),
-        ("a.jsonl", GOOD + b"\n" + b"[" * 10**5, {}, " line 3 is not JSON ("),
-        ("a.jsonl", GOOD * 3 + b'"text"\n', {}, ' line 4 is a string, not an object; write {"text": ...}'),
-        (
-            "a.jsonl",
-            b'{"text": "a", "text": "b"}\n',
-            {},
-            " line 1 is not JSON (an object has the key text twice); write",
-        ),
-        ("a.jsonl", b'{"text": "a", "b": [NaN]}\n', {}, " line 1 is not JSON (NaN is no number of JSON); write one"),
-        ("a.jsonl", GOOD + b"[1]\n", {}, ' line 2 is an array, not an object; write {"text": ...}'),
-        ("a.jsonl", GOOD, {"field": "txt"}, " line 1 has no field txt; did you mean 'text'?; set data.field"),
-        ("a.jsonl", GOOD + b"{}\n", {}, " line 2 has no field text; the object is empty; set data.field"),
-        ("a.jsonl", b'{"text": null}\n', {}, " line 1: field text is null, not a string; set data.field"),
-        ("a.jsonl", b'{"text": 12}\n', {}, " line 1: field text is a number, not a string; set data.field"),
-        ("a.jsonl", b'{"text": "\xff"}\n', {}, " line 1 is not UTF-8: byte 10 is 0xff; convert the file to UTF-8"),
-        ("a.jsonl", b'{"text": "a\\ud800"}\n', {}, " line 1: field text has half of a surrogate pair at character 1"),
-        ("a.jsonl", b"", {}, ": there is no document; name files that have some"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(GOOD, mtime=0)[:-2],
-            {},
-            " is damaged (Compressed file ended before the end-of-stream",
-        ),
-        ("a.jsonl", GOOD, {"tokenizer": "{0}/none"}, "data.tokenizer={0}/none does not exist; give a Hugging Face"),
-        ("a.jsonl", GOOD, {"end_token": "</s>"}, "data.end_token=</s> needs a tokenizer that has this token; set"),
-        ("a.jsonl", GOOD, {"tokenizer": "{1}", "end_token": "</s>"}, "data.end_token=</s> is not a token of data.tok"),
-    ],
+@by_table(
+    r"""
+    content => message
+    GOOD\n{'text': 1} => {} line 2 is not JSON (column 2: Expecting property name enclosed
+    GOOD\n\nDEEP => {} line 3 is not JSON (
+    GOOD\nGOOD\nGOOD\n"text" => {} line 4 is a string, not an object; write {"text": ...}
+    {"text": "a", "text": "b"} => {} line 1 is not JSON (an object has the key text twice); write
+    {"text": "a", "b": [NaN]} => {} line 1 is not JSON (NaN is no number of JSON); write one
+    GOOD\n[1] => {} line 2 is an array, not an object; write {"text": ...}
+    {"txt": "a"} => {} line 1 has no field text; did you mean 'txt'?; set data.field
+    GOOD\n{} => {} line 2 has no field text; the object is empty; set data.field
+    {"text": null} => {} line 1: field text is null, not a string; set data.field
+    {"text": 12} => {} line 1: field text is a number, not a string; set data.field
+    {"text": "\xff"} => {} line 1 is not UTF-8: byte 10 is 0xff; convert the file to UTF-8
+    {"text": "a\ud800"} => {} line 1: field text has half of a surrogate pair at character 1
+    """
 )
-def test_refusals(tmp_path, tokenizer_file, name, content, settings, message):
-    (tmp_path / name).write_bytes(content)
-    settings = {key: value.format(tmp_path, tokenizer_file) for key, value in settings.items()}
-    message = message.replace("{0}", str(tmp_path))
-    with refused(message if message.startswith("data.") else f"data.path={tmp_path}/{name}{message}"):
-        load_jsonl(tmp_path / name, **settings)
+def test_refusals(tmp_path, content, message):
+    path, lines = tmp_path / "a.jsonl", content.replace("GOOD", '{"text": "good"}').replace("DEEP", "[" * 10**5)
+    path.write_bytes(lines.replace(r"\n", "\n").replace(r"\xff", "\xff").encode("latin-1"))
+    with refused(message.replace("{}", f"data.path={path}", 1)):
+        load_jsonl(path)
+    with refused(message.replace("{}", f"data.path={tmp_path}: {path}", 1)):  # in a folder, it names the file
+        load_jsonl(tmp_path)
     assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
-    # In a folder, the message names the file.
-    if not message.startswith(("data.", ":")):
-        with refused(f"data.path={tmp_path}: {tmp_path}/{name}{message}"):
-            load_jsonl(tmp_path, **settings)
+
+
+def test_refusals_of_whole_files(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with refused(f"data.path={tmp_path}/a.jsonl: there is no document; name files that have some"):
+        load_jsonl(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD, mtime=0)[:-2])
+    damaged = f"{tmp_path}/a.jsonl.gz is damaged (Compressed file ended before the end-of-stream"
+    for path, message in (
+        (tmp_path / "a.jsonl.gz", f"data.path={damaged}"),
+        (tmp_path, f"data.path={tmp_path}: {damaged}"),
+    ):
+        with refused(message):
+            load_jsonl(path)
+    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
+
+
+@by_table(
+    """
+    words => message
+    field=txt => data.path={}/a.jsonl line 1 has no field txt; did you mean 'text'?; set data.field
+    tokenizer={}/none => data.tokenizer={}/none does not exist; give a Hugging Face
+    end_token=</s> => data.end_token=</s> needs a tokenizer that has this token; set
+    tokenizer=WORDS end_token=</s> => data.end_token=</s> is not a token of data.tok
+    """
+)
+def test_refused_settings(tmp_path, tokenizer_file, words, message):
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    given = words.replace("{}", str(tmp_path)).replace("WORDS", str(tokenizer_file))
+    with refused(message.replace("{}", str(tmp_path))):
+        load_jsonl(tmp_path / "a.jsonl", **dict(word.split("=") for word in given.split()))
+    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
 
 
 def test_lines_are_bounded(tmp_path, monkeypatch):

@@ -45,27 +45,25 @@ def test_token_files_hold_masks(tmp_path):
     assert sorted(file.name for file in tmp_path.glob("None*")) == ["None.json", "None.npy", "None.offsets.npy"]
 
 
+def save(array):
+    return lambda path: np.save(path, array)
+
+
+def write_again(path):
+    """Write the ids without their mask, and put another one beside them."""
+    write(path.with_name("a.npy"), None)
+    np.save(path, np.ones(820, bool))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda path: path.unlink(), "{0} needs a.mask.npy next to it: a.json says that not all tokens are predicted"),
-        (
-            lambda path: np.save(path, np.ones(820, np.uint8)),
-            "{0}: a.mask.npy has dtype uint8 and shape [820], expected bool [820]",
-        ),
-        (
-            lambda path: np.save(path, np.ones(7, bool)),
-            "{0}: a.mask.npy has dtype bool and shape [7], expected bool [820]",
-        ),
+        (save(np.ones(820, np.uint8)), "{0}: a.mask.npy has dtype uint8 and shape [820], expected bool [820]"),
+        (save(np.ones(7, bool)), "{0}: a.mask.npy has dtype bool and shape [7], expected bool [820]"),
         (lambda path: path.write_text("text"), "data.path={1} cannot be read as a .npy array"),
-        (
-            lambda path: write(path.with_name("a.npy"), None) and np.save(path, np.ones(820, bool)),
-            "{0}: a.mask.npy is not of the data in a.json; remove one of the two files",
-        ),
-        (
-            lambda path: np.save(path, np.arange(820) < 0),
-            "data=tokens has no token to predict for training; give data that have some",
-        ),
+        (write_again, "{0}: a.mask.npy is not of the data in a.json; remove one of the two files"),
+        (save(np.zeros(820, bool)), "data=tokens has no token to predict for training; give data that have some"),
     ],
 )
 def test_masks_that_do_not_belong_to_the_ids(tmp_path, damage, message):

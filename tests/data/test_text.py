@@ -1,15 +1,15 @@
 """Text files and the standard library: reading, held-out files, and errors."""
 
-import dataclasses
 import hashlib
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.data import Jsonl, PythonStdlib, Source, Text, load, train_batches
 from moezoo.data import files as files_module
@@ -124,54 +124,33 @@ def test_a_tokenizer(folder, tokenizer_file):
     assert (row.tokens[0] == begin).sum() >= 2  # one before every document
 
 
-def fill_path(settings, path: Path):
-    """Return settings with {} replaced by `path`."""
-    texts = {key: value for key, value in vars(settings).items() if isinstance(value, str)}
-    return dataclasses.replace(settings, **{key: value.format(path) for key, value in texts.items()})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (Text(), "data.path is required for data=text; pass data.path=FILE_OR_FOLDER"),
-        (Text(path="{0}/none"), "data.path={0}/none does not exist; give a text file or a folder of them"),
-        (Text(path="{0}/empty"), "data.path={0}/empty is a folder without files; give a text file or a folder of them"),
-        (Text(path="{0}/pictures"), "data.path={0}/pictures holds no UTF-8 text (files read: 1); give a text file or "),
-        (Text(path="{0}/bad.txt"), "data.path={0}/bad.txt is not UTF-8 text: byte 2 is 0xff; convert it to UTF-8"),
-        (Text(path="{0}/ok.txt", validation="{0}/none"), "data.validation={0}/none does not exist; give a text file"),
-        (
-            Text(path="{0}/ok.txt", validation="{0}/ok.txt"),
-            "data.validation={0}/ok.txt holds every file of data.path={0}/ok.txt; give different files",
-        ),
-        (
-            Text(path="{0}/ok.txt", tokenizer="{0}/none"),
-            "data.tokenizer={0}/none does not exist; give a Hugging Face tokenizer.json",
-        ),
-        (Text(path="{0}/ok.txt", tokenizer="{0}/ok.txt"), "data.tokenizer={0}/ok.txt is not a Hugging Face tokenizer"),
-        (
-            Text(path="{0}/ok.txt"),
-            "data=text leaves 2 bytes for validation, but seq_len=4 needs 5 for one window; give more data or ",
-        ),
-        (Text(path="{0}/pipe"), "data.path={0}/pipe is a pipe, not a file; give a text file or a folder of them"),
-        (Text(path="/dev/zero"), "data.path=/dev/zero is a device, not a file; give a text file or a folder of them"),
-        (Text(path="{0}/" + "x" * 300), "data.path={0}/xxx"),
-        (Text(path="{0}/a\nb"), "'data.path={0}/a\\nb' does not exist; give a text file"),
-        (Text(path="{0}/pipes"), "data.path={0}/pipes is a folder without files; give a text file or a folder of them"),
-        (Text(path="{0}/ok.txt", tokenizer="{0}/pipe"), "data.tokenizer={0}/pipe is a pipe, not a file; give a Huggi"),
-        (
-            Text(path="{0}/ok.txt", tokenizer="{0}/no_words"),
-            "data.tokenizer={0}/no_words has an empty vocabulary; give",
-        ),
-        (
-            Text(path="{0}/ok.txt", tokenizer="{0}/one_word"),
-            "data.path={0}/ok.txt: data.tokenizer={0}/one_word cannot encode the text (Word",
-        ),
-        (Text(path="{0}/spaces", tokenizer="{0}/one_word"), "data.path={0}/spaces: the tokenizer makes no token of"),
-        (
-            Text(path="{0}/void.txt"),
-            "data.path={0}/void.txt is an empty file; give a text file or a folder of them",
-        ),
-    ],
+@by_table(
+    """
+    settings => message
+    => data.path is required for data=text; pass data.path=FILE_OR_FOLDER
+    path={}/none => data.path={}/none does not exist; give a text file or a folder of them
+    path={}/empty => data.path={}/empty is a folder without files; give a text file or a folder of them
+    path={}/pictures => data.path={}/pictures holds no UTF-8 text (files read: 1); give a text file or a
+    path={}/bad.txt => data.path={}/bad.txt is not UTF-8 text: byte 2 is 0xff; convert it to UTF-8
+    path={}/ok.txt validation={}/none => data.validation={}/none does not exist; give a text file
+    path={}/ok.txt validation={}/ok.txt
+        => data.validation={}/ok.txt holds every file of data.path={}/ok.txt; give different files
+    path={}/ok.txt tokenizer={}/none => data.tokenizer={}/none does not exist; give a Hugging Face tokenizer.json
+    path={}/ok.txt tokenizer={}/ok.txt => data.tokenizer={}/ok.txt is not a Hugging Face tokenizer
+    path={}/ok.txt
+        => data=text leaves 2 bytes for validation, but seq_len=4 needs 5 for one window; give more data or
+    path={}/pipe => data.path={}/pipe is a pipe, not a file; give a text file or a folder of them
+    path=/dev/zero => data.path=/dev/zero is a device, not a file; give a text file or a folder of them
+    path={}/xxx_and_300_more => data.path={}/xxx
+    path={}/a\\nb => 'data.path={}/a\\nb' does not exist; give a text file
+    path={}/pipes => data.path={}/pipes is a folder without files; give a text file or a folder of them
+    path={}/ok.txt tokenizer={}/pipe => data.tokenizer={}/pipe is a pipe, not a file; give a Huggi
+    path={}/ok.txt tokenizer={}/no_words => data.tokenizer={}/no_words has an empty vocabulary; give
+    path={}/ok.txt tokenizer={}/one_word
+        => data.path={}/ok.txt: data.tokenizer={}/one_word cannot encode the text (Word
+    path={}/spaces tokenizer={}/one_word => data.path={}/spaces: the tokenizer makes no token of
+    path={}/void.txt => data.path={}/void.txt is an empty file; give a text file or a folder of them
+    """
 )
 def test_refusals(tmp_path, settings, message):
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -190,10 +169,9 @@ def test_refusals(tmp_path, settings, message):
         tokenizer = Tokenizer(models.WordLevel(words))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.save(str(tmp_path / name))
-    with pytest.raises(UserError) as error:
-        load(fill_path(settings, tmp_path), seq_len=4, seed=0, vocab=256)
-    assert str(error.value).startswith(message.format(tmp_path))
-    assert "\n" not in str(error.value)
+    given = settings.replace("{}", str(tmp_path)).replace("_and_300_more", "x" * 300).replace(r"\n", "\n")
+    with refused(message.replace("{}", str(tmp_path))):
+        load(Text(**dict(word.split("=") for word in given.split(" ") if word)), seq_len=4, seed=0, vocab=256)
 
 
 def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
@@ -259,21 +237,18 @@ def test_a_file_that_cannot_be_read(folder, monkeypatch):
         load_text(folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (PythonStdlib(), "data=python_stdlib has 256 byte values but model.vocab=100; set model.vocab=256"),
+def test_a_vocabulary_larger_than_the_model(tokenizer_file):
+    path, values = str(tokenizer_file), "has 256 byte values but model.vocab=100; set model.vocab=256"
+    for settings, message in (
+        (PythonStdlib(), f"data=python_stdlib {values}"),
         (
-            Text(path="{}"),
+            Text(path=path),
             "data=text without data.tokenizer has 256 byte values but model.vocab=100; set model.vocab=256",
         ),
-        (Text(path="{}", tokenizer="{}"), "data.tokenizer has 301 tokens but model.vocab=100; set model.vocab=301"),
-    ],
-)
-def test_a_vocabulary_larger_than_the_model(tokenizer_file, settings, message):
-    with pytest.raises(UserError) as error:
-        load(fill_path(settings, tokenizer_file), seq_len=4, seed=0, vocab=100)
-    assert str(error.value) == message
+        (Text(path=path, tokenizer=path), "data.tokenizer has 301 tokens but model.vocab=100; set model.vocab=301"),
+    ):
+        with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+            load(settings, seq_len=4, seed=0, vocab=100)
 
 
 def test_one_file_may_hold_zero_bytes(tmp_path):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
 
 import moezoo
@@ -141,7 +141,7 @@ def test_layers_of_multi_token_prediction_are_reported(tmp_path):
 def test_a_copy_of_tied_embeddings_is_not_needed(tmp_path):
     """Of two equal tensors one is loaded, from a folder without the second as well; without the first it has no table.
 
-    test_one_line has two that differ: transformers 5 then ties nothing, earlier versions ignore the second.
+    test_one_line_about_keys has two that differ: transformers 5 then ties nothing, earlier versions ignore the second.
     """
     model = moezoo.build_model(dataclasses.replace(MIXTRAL, tied_embeddings=True), key=jax.random.key(0))
     moezoo.save_pretrained(model, tmp_path / "m")
@@ -223,10 +223,53 @@ def cut_short(folder):
     file.write_bytes(file.read_bytes()[:-8])
 
 
-def index(folder, **where):
-    """Write an index that places some tensors in other files."""
-    names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | where}))
+def index(file):
+    """Write an index that places a tensor in another file."""
+
+    def write(folder):
+        names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors") | {"lm_head.weight": file}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    return write
+
+
+def replace(name, array):
+    """Replace a tensor, or add one."""
+    return lambda folder: spoil_tensors(folder, lambda tensors: tensors.update({name: array}))
+
+
+def refuse(folder, line):
+    """Expect one line when the folder is loaded."""
+    with pytest.raises(moezoo.UserError, match=line) as caught:
+        moezoo.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+@by_table(
+    r"""
+    keys => line
+    {"model_type": "mixtral2"} => unknown model_type 'mixtral2'; valid: deepseek_v2, .*mixtral,
+    {"model_type": "lama"} => unknown model_type 'lama'; valid: deepseek_v2, deepseek_v3
+    {"model_type": null} => config.json has no model_type; expected one of deepseek_v2
+    {"hidden_size": null} => config.json: hidden_size=null: expected a whole number
+    {"vocab_size": 25} => embed_tokens.weight has shape \[24, 8\], expected \[25, 8\] by
+    {"vocab_size": "24"} => config.json: vocab_size=24: expected a whole number such as 4, found text
+    {"vocab_size": 24.5} => config.json: vocab_size=24.5: expected a whole number
+    {"num_hidden_layers": 3} => tensors are missing: model.layers.2.
+    {"num_hidden_layers": 1}
+        => tensors are not in the model|first_k_dense_replace=1 leaves no layer of num_hidden_layers=1
+    {"tie_word_embeddings": true}
+        => tie_word_embeddings=true, but model\.embed_tokens\.weight and lm_head\.weight differ; write false
+    {"hidden_act": "gelu"} => hidden_act=gelu: this family supports only silu
+    {"rope_parameters": {"type": "linear", "factor": 4.0}} => rope_type=linear: this family supports only default
+    {"rope_parameters": [1]} => config.json: rope_parameters=\[1\]: expected a table
+    {"rope_scaling": {"type": "linear", "factor": 4.0}} => rope_type=linear
+    {"rms_norm_eps": "x"} => config.json: rms_norm_eps=x: expected a number such as 0.5, found text
+    """
+)
+def test_one_line_about_keys(damaged, keys, line):
+    change(damaged, **json.loads(keys))
+    refuse(damaged, line)
 
 
 @pytest.mark.parametrize(
@@ -234,69 +277,25 @@ def index(folder, **where):
     [
         (lambda f: (f / "config.json").unlink(), "no config.json; name a Hugging Face model folder"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda f: change(f, model_type="mixtral2"), r"unknown model_type 'mixtral2'; valid: deepseek_v2, .*mixtral, "),
-        (lambda f: change(f, model_type="lama"), "unknown model_type 'lama'; valid: deepseek_v2, deepseek_v3"),
-        (lambda f: change(f, hidden_size=None), "config.json: hidden_size=null: expected a whole number"),
         (lambda f: drop(f, "hidden_size"), "config.json: hidden_size is missing"),
-        (
-            lambda f: change(f, vocab_size=25),
-            r"embed_tokens.weight has shape \[24, 8\], expected \[25, 8\] by",
-        ),
-        (lambda f: change(f, num_hidden_layers=3), "tensors are missing: model.layers.2."),
-        (
-            lambda f: change(f, num_hidden_layers=1),
-            "tensors are not in the model|first_k_dense_replace=1 leaves no layer of num_hidden_layers=1",
-        ),
-        (
-            lambda f: change(f, tie_word_embeddings=True),
-            r"tie_word_embeddings=true, but model\.embed_tokens\.weight and lm_head\.weight differ; write false",
-        ),
-        (lambda f: change(f, hidden_act="gelu"), "hidden_act=gelu: this family supports only silu"),
-        (
-            lambda f: change(f, rope_parameters={"type": "linear", "factor": 4.0}),
-            "rope_type=linear: this family supports only default",
-        ),
-        (lambda f: change(f, rope_scaling={"type": "linear", "factor": 4.0}), "rope_type=linear"),
-        (lambda f: change(f, rope_parameters=[1]), r"config.json: rope_parameters=\[1\]: expected a table"),
-        (
-            lambda f: change(f, rms_norm_eps="x"),
-            "config.json: rms_norm_eps=x: expected a number such as 0.5, found text",
-        ),
-        (
-            lambda f: change(f, vocab_size="24"),
-            "config.json: vocab_size=24: expected a whole number such as 4, found text",
-        ),
-        (lambda f: change(f, vocab_size=24.5), "config.json: vocab_size=24.5: expected a whole number"),
-        (lambda f: change(f, model_type=None), "config.json has no model_type; expected one of deepseek_v2"),
         (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensor is missing: lm_head.weight$"),
+        (replace("model.extra", np.ones(2, np.float32)), "1 tensor is not in the model of config.json: model.extra$"),
         (
-            lambda f: spoil_tensors(f, lambda t: t.update({"model.extra": np.ones(2, np.float32)})),
-            "1 tensor is not in the model of config.json: model.extra$",
-        ),
-        (
-            lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(9, np.float32)})),
+            replace("model.norm.weight", np.ones(9, np.float32)),
             r"model.norm.weight has shape \[9\], expected \[8\] by config.json",
         ),
-        (
-            lambda f: spoil_tensors(f, lambda t: t.update({"model.norm.weight": np.ones(8, np.int32)})),
-            "model.norm.weight is I32, expected F32, F16, BF16",
-        ),
+        (replace("model.norm.weight", np.ones(8, np.int32)), "model.norm.weight is I32, expected F32, F16, BF16"),
         (cut_short, "model.safetensors cannot be read .*; download it again"),
         (lambda f: (f / "model.safetensors").unlink(), "only safetensors are read"),
-        (lambda f: index(f, **{"lm_head.weight": "../other.safetensors"}), "outside the folder .*; do not trust it"),
-        (lambda f: index(f, **{"lm_head.weight": "/etc/passwd"}), "outside the folder .*; do not trust it"),
-        (lambda f: index(f, **{"lm_head.weight": "x" * 5000}), r"in x{80}, outside the folder .*; do not trust it"),
-        (
-            lambda f: index(f, **{"lm_head.weight": "gone.safetensors"}),
-            r"gone.safetensors cannot be read \(No such file",
-        ),
+        (index("../other.safetensors"), "outside the folder .*; do not trust it"),
+        (index("/etc/passwd"), "outside the folder .*; do not trust it"),
+        (index("x" * 5000), r"in x{80}, outside the folder .*; do not trust it"),
+        (index("gone.safetensors"), r"gone.safetensors cannot be read \(No such file"),
     ],
 )
 def test_one_line(damaged, spoil, line):
     spoil(damaged)
-    with pytest.raises(moezoo.UserError, match=line) as caught:
-        moezoo.from_pretrained(damaged)
-    assert "\n" not in str(caught.value)
+    refuse(damaged, line)
 
 
 def test_saving_overwrites_nothing(good, tmp_path):

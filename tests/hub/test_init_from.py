@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from few_bit_folders import CASES, tensors_of, write_few_bits
-from refusals import refused
+from refusals import by_table, refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
 
 import moezoo
@@ -280,33 +280,30 @@ def test_a_run_may_start_from_a_run(stored):
     assert ("init_from", "checkpoint_frozen=false: this run is read with that checkpoint, so keep it") in left
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("init_from=WIDE model=mixtral", "model=mixtral but init_from=|has its own model; leave model out"),
-        ("init_from=WIDE model=deepseek", "model=deepseek but init_from=|has its own model; leave model out"),
-        ("init_from=WIDE model.layers=3", "model.layers=3 but the weights of init_from=|have model.layers=2"),
-        ("init_from=WIDE model.router.scale=1", "model.router.scale=1 but the weights|have model.router.scale=2.5"),
-        ("init_from=WIDE upcycle=8", "upcycle=8: write upcycle.experts=8"),
-        ("init_from=WIDE upcycle={experts:8}", "upcycle={experts: 8}: write upcycle.experts=8"),
-        ("init_from=WIDE init_sha256=00", "init_sha256=00 but init_from=|leave init_sha256 out"),
-        (
-            "init_from=no/such",
-            "init_from=no/such: there is no such folder|hf download no/such --local-dir such",
-        ),
-        ("init_from=/no/such", "init_from=/no/such: there is no such folder; name a Hugging Face folder or a run"),
-        ("init_from=WIDE/config.json", "init_from=|/config.json is a file; name the folder that has it"),
-        ("init_from=TEXT", "init_from=|neither a Hugging Face folder (config.json is missing) nor a run"),
-        ("init_from=FEW data=text", "init_from=|has no tokenizer.json; set data.tokenizer to"),
-        ("init_sha256=00", "init_from=null init_sha256=00: compose reads the folder"),
-        ("checkpoint_frozen=false", "checkpoint_frozen=false leaves frozen arrays to init_from"),
-        ("execution.param_dtype=stored", "execution.param_dtype=stored keeps what init_from has"),
-    ],
+@by_table(
+    """
+    words => parts
+    init_from=WIDE model=mixtral => model=mixtral but init_from= ... has its own model; leave model out
+    init_from=WIDE model=deepseek => model=deepseek but init_from= ... has its own model; leave model out
+    init_from=WIDE model.layers=3 => model.layers=3 but the weights of init_from= ... have model.layers=2
+    init_from=WIDE model.router.scale=1 => model.router.scale=1 but the weights ... have model.router.scale=2.5
+    init_from=WIDE upcycle=8 => upcycle=8: write upcycle.experts=8
+    init_from=WIDE upcycle={experts:8} => upcycle={experts: 8}: write upcycle.experts=8
+    init_from=WIDE init_sha256=00 => init_sha256=00 but init_from= ... leave init_sha256 out
+    init_from=no/such => init_from=no/such: there is no such folder ... hf download no/such --local-dir such
+    init_from=/no/such => init_from=/no/such: there is no such folder; name a Hugging Face folder or a run
+    init_from=WIDE/config.json => init_from= ... /config.json is a file; name the folder that has it
+    init_from=TEXT => init_from= ... neither a Hugging Face folder (config.json is missing) nor a run
+    init_from=FEW data=text => init_from= ... has no tokenizer.json; set data.tokenizer to
+    init_sha256=00 => init_from=null init_sha256=00: compose reads the folder
+    checkpoint_frozen=false => checkpoint_frozen=false leaves frozen arrays to init_from
+    execution.param_dtype=stored => execution.param_dtype=stored keeps what init_from has
+    """
 )
 def test_refused_when_composed(folders, words, parts):
     for name, path in zip(("FEW", "WIDE", "TEXT"), folders, strict=True):
         words = words.replace(name, str(path))
-    with refused(*parts.split("|")):
+    with refused(parts):
         moezoo.compose(*words.split())
 
 

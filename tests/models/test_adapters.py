@@ -6,7 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 import moezoo
 from moezoo.config.build import blueprint_of
@@ -116,35 +116,31 @@ def test_counts():
     assert rows[4][1].startswith(f"{total - math.prod(router):,} parameters")
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["adapter.targets=[]"], "adapter.targets=[] leaves nothing to adapt"),
-        (["adapter.targets=[atention]"], "adapter.targets=atention: no such word; did you mean 'attention'?"),
-        (["adapter.targets=['*.atention.*']"], "adapter.targets: *.atention.* matches no whole path|'*.attention.*'"),
-        (["adapter.targets=['*norm.scale']"], "adapter.targets: *norm.scale matches|of role scale, which has no pair"),
-        (
-            ["adapter.targets=[.embedding.weight]"],
-            "adapter.targets: .embedding.weight matches|of role embedding, which has no pair",
-        ),
-        (["model=mixtral", "adapter.targets=[shared]"], "adapter.targets: this model has no weights of shared; it has"),
-        (["adapter.rank=200"], "adapter.rank=200 but .stacks[0].blocks[0].attention.|is a matrix of|choose at most"),
-        (["adapter.dropout=1"], "adapter.dropout=1 must be at least 0 and below 1"),
-        (
-            ["adapter.dropout=0.1", "adapter.targets=[.unembedding.weight]"],
-            "adapter.dropout=0.1 is for pairs of layers, and adapter.targets has .unembedding.weight; set",
-        ),
-        (["adapter.rank=0"], "adapter.rank=0 must be at least 1"),
-        (["adapter.alpha=0"], "adapter.alpha=0 must be above 0, or null"),
-        (["adapter.scale=alpha"], "adapter.scale=alpha: expected one of alpha/rank, alpha/sqrt(rank)"),
-        (["adapter.r=3"], "adapter.r: there is no key 'r' in adapter lora"),
-        (["adapter.init_from=there"], "adapter.init_from=there has pairs for trained weights; name the folder"),
-    ],
+@by_table(
+    """
+    words => parts
+    adapter.targets=[] => adapter.targets=[] leaves nothing to adapt
+    adapter.targets=[atention] => adapter.targets=atention: no such word; did you mean 'attention'?
+    adapter.targets=['*.atention.*'] => adapter.targets: *.atention.* matches no whole path ... '*.attention.*'
+    adapter.targets=['*norm.scale'] => adapter.targets: *norm.scale matches ... of role scale, which has no pair
+    adapter.targets=[.embedding.weight]
+        => adapter.targets: .embedding.weight matches ... of role embedding, which has no pair
+    model=mixtral adapter.targets=[shared] => adapter.targets: this model has no weights of shared; it has
+    adapter.rank=200 => adapter.rank=200 but .stacks[0].blocks[0].attention. ... is a matrix of ... choose at most
+    adapter.dropout=1 => adapter.dropout=1 must be at least 0 and below 1
+    adapter.dropout=0.1 adapter.targets=[.unembedding.weight]
+        => adapter.dropout=0.1 is for pairs of layers, and adapter.targets has .unembedding.weight; set
+    adapter.rank=0 => adapter.rank=0 must be at least 1
+    adapter.alpha=0 => adapter.alpha=0 must be above 0, or null
+    adapter.scale=alpha => adapter.scale=alpha: expected one of alpha/rank, alpha/sqrt(rank)
+    adapter.r=3 => adapter.r: there is no key 'r' in adapter lora
+    adapter.init_from=there => adapter.init_from=there has pairs for trained weights; name the folder
+    """
 )
 def test_mistakes(words, parts):
-    with refused(*parts.split("|")):
-        model = [] if any(word.startswith("model=") for word in words) else ["model=deepseek"]
-        blueprint_of(moezoo.compose(*model, "adapter=lora", *words)).mask  # noqa: B018
+    with refused(parts):
+        model = [] if words.startswith("model=") else ["model=deepseek"]
+        blueprint_of(moezoo.compose(*model, "adapter=lora", *words.split())).mask  # noqa: B018
 
 
 def test_an_adapter_is_a_choice():

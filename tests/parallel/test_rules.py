@@ -2,12 +2,13 @@
 
 import functools
 import itertools
+import json
 import math
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.config.compose import compose
 from moezoo.models import Mixtral, MixtralConfig
@@ -34,9 +35,10 @@ def sizes(mesh):
 
 
 def rules(**changes):
-    """Return rules named `mine` that are empty except for `changes`."""
+    """Return rules named `mine` that are empty except for `changes`, in which lists may stand for tuples."""
     empty = {"name": "mine", "store": {}, "compute": {}, "batch": (), "sequence": ()}
-    return Rules(**(empty | changes))
+    placed = lambda x: {name: tuple(axes) for name, axes in x.items()} if isinstance(x, dict) else tuple(x)  # noqa: E731
+    return Rules(**(empty | {name: placed(value) for name, value in changes.items()}))
 
 
 @functools.cache
@@ -45,54 +47,38 @@ def shipped(name):
     return compose(f"rules={name}").rules
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"store": {"embde": ()}}, ["rules.store.embde", "did you mean 'embed'?"]),
-        ({"compute": {"exprt": ()}}, ["rules.compute.exprt", "did you mean 'expert'?"]),
-        ({"store": {"embed": ("fsdb",)}}, ["rules.store.embed", "'fsdb'", "did you mean 'fsdp'?"]),
-        ({"compute": {"expert": ("experts",)}}, ["rules.compute.expert", "'experts'", "did you mean 'expert'?"]),
-        ({"batch": ("zzz",)}, ["rules.batch", "'zzz'", "valid: context, data, expert, fsdp, stage, tensor"]),
-        ({"sequence": ("contxt",)}, ["rules.sequence", "'contxt'", "did you mean 'context'?"]),
-        (
-            {"store": {"embed": ("fsdp", "expert", "fsdp")}},
-            ["rules.store.embed=[fsdp, expert, fsdp]", "'fsdp' twice", "name it once"],
-        ),
-        ({"store": {"layer": ("fsdp",)}}, ["rules.store.layer=[fsdp]", "store another dimension", "embed"]),
-        ({"batch": ("data", "data")}, ["rules.batch=[data, data]", "'data' twice", "name it once"]),
-        (
-            {"batch": ("data", "context"), "sequence": ("context",)},
-            ["rules.batch and rules.sequence", "'context'", "leave it in one"],
-        ),
-        (
-            {"store": {"embed": ("tensor",)}, "compute": {"embed": ("tensor",)}},
-            ["rules.compute.embed", "only expert, heads", "leave it out"],
-        ),
-        (
-            {"store": {"mlp": ("tensor",)}, "compute": {"mlp": ("tensor",)}},
-            ["rules.compute.expert_mlp=[]", "rules.compute.mlp=[tensor]", "name the same mesh axes"],
-        ),
-        (
-            {"store": {"vocab": ("fsdp",)}, "compute": {"vocab": ("fsdp",)}, "batch": ("data", "fsdp")},
-            ["rules.compute.vocab=[fsdp]", "rules.batch", "'fsdp'", "take 'fsdp' out of rules.batch"],
-        ),
-        (
-            {name: {"vocab": ("expert",), "expert": ("expert",)} for name in ("store", "compute")},
-            ["rules.compute.vocab=[expert]", "rules.compute.expert=[expert]", "an axis that is not in it"],
-        ),
-        (
-            {"store": {"expert": ("fsdp", "expert")}, "compute": {"expert": ("expert",)}},
-            ["rules.compute.expert=[expert]", "rules.store.expert=[fsdp, expert]", "reorder rules.store"],
-        ),
-        (
-            {"compute": {"expert": ("expert",)}},
-            ["rules.compute.expert=[expert]", "rules.store.expert=[]", "reorder rules.store"],
-        ),
-    ],
+@by_table(
+    """
+    changes => line
+    {"store": {"embde": []}} => rules.store.embde ... did you mean 'embed'?
+    {"compute": {"exprt": []}} => rules.compute.exprt ... did you mean 'expert'?
+    {"store": {"embed": ["fsdb"]}} => rules.store.embed ... 'fsdb' ... did you mean 'fsdp'?
+    {"compute": {"expert": ["experts"]}} => rules.compute.expert ... 'experts' ... did you mean 'expert'?
+    {"batch": ["zzz"]} => rules.batch ... 'zzz' ... valid: context, data, expert, fsdp, stage, tensor
+    {"sequence": ["contxt"]} => rules.sequence ... 'contxt' ... did you mean 'context'?
+    {"store": {"embed": ["fsdp", "expert", "fsdp"]}}
+        => rules.store.embed=[fsdp, expert, fsdp] ... 'fsdp' twice ... name it once
+    {"store": {"layer": ["fsdp"]}} => rules.store.layer=[fsdp] ... store another dimension ... embed
+    {"batch": ["data", "data"]} => rules.batch=[data, data] ... 'data' twice ... name it once
+    {"batch": ["data", "context"], "sequence": ["context"]}
+        => rules.batch and rules.sequence ... 'context' ... leave it in one
+    {"store": {"embed": ["tensor"]}, "compute": {"embed": ["tensor"]}}
+        => rules.compute.embed ... only expert, heads ... leave it out
+    {"store": {"mlp": ["tensor"]}, "compute": {"mlp": ["tensor"]}}
+        => rules.compute.expert_mlp=[] ... rules.compute.mlp=[tensor] ... name the same mesh axes
+    {"store": {"vocab": ["fsdp"]}, "compute": {"vocab": ["fsdp"]}, "batch": ["data", "fsdp"]}
+        => rules.compute.vocab=[fsdp] ... rules.batch ... 'fsdp' ... take 'fsdp' out of rules.batch
+    {"store": {"vocab": ["expert"], "expert": ["expert"]}, "compute": {"vocab": ["expert"], "expert": ["expert"]}}
+        => rules.compute.vocab=[expert] ... rules.compute.expert=[expert] ... an axis that is not in it
+    {"store": {"expert": ["fsdp", "expert"]}, "compute": {"expert": ["expert"]}}
+        => rules.compute.expert=[expert] ... rules.store.expert=[fsdp, expert] ... reorder rules.store
+    {"compute": {"expert": ["expert"]}}
+        => rules.compute.expert=[expert] ... rules.store.expert=[] ... reorder rules.store
+    """
 )
-def test_refuses(changes, parts):
-    with refused(*parts):
-        rules(**changes)
+def test_refuses(changes, line):
+    with refused(line):
+        rules(**json.loads(changes))
 
 
 def test_what_stays_split_is_a_prefix_of_what_is_stored():

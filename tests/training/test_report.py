@@ -8,6 +8,7 @@ import types
 
 import numpy as np
 import pytest
+from refusals import by_table
 
 import moezoo
 import moezoo.training.pictures as pictures
@@ -181,49 +182,24 @@ def test_rules_for_an_axis_of_one_device():
         assert unsplit_lines(cfg.rules, cfg.mesh.sizes) == found
 
 
-@pytest.mark.parametrize(
-    ("words", "target", "product", "attention"),
-    [
-        ("", "cpu", "blocked (cpu)", "chunked (cpu; documents in order)"),
-        (
-            "model.window=64 execution.attention=[splash,reference]",
-            "cpu",
-            "blocked (cpu)",
-            "reference (set by execution.attention on cpu: splash does not run here; window 64, documents in order)",
-        ),
-        (
-            "model=gpt_oss model.window=100 execution.dtype=bfloat16",
-            "tpu",
-            "ragged_dot (tpu)",
-            "splash (tpu; window 100 in 2 of 4 layers, documents in order)",
-        ),
-        (
-            "",
-            "cuda 9.0",
-            "blocked (cuda 9.0: hopper takes bfloat16, not float32)",
-            "reference (cuda 9.0: hopper takes bfloat16, not float32; documents in order)",
-        ),
-        (
-            "seq_len=2048 model.max_length=2048 execution.dtype=bfloat16",
-            "cuda 8.0",
-            "blocked (cuda 8.0)",
-            "chunked (cuda 8.0; documents in order)",
-        ),
-        (
-            "seq_len=64 execution.dtype=bfloat16",
-            "cuda 9.0",
-            "hopper (cuda 9.0)",
-            "reference (cuda 9.0: hopper is for 128 queries or more; documents in order)",
-        ),
-        # The ring's calls have the keys of one device.
-        (
-            "seq_len=2048 model.max_length=2048 mesh.context=2 execution.context_parallel=ring",
-            "rocm gfx942",
-            "blocked (rocm gfx942)",
-            "reference (rocm gfx942; documents in order)",
-        ),
-    ],
-    ids=lambda value: value or "default",
+@by_table(
+    """
+    words => target => product => attention
+    => cpu => blocked (cpu) => chunked (cpu; documents in order)
+    model.window=64 execution.attention=[splash,reference] => cpu => blocked (cpu)
+        => reference (set by execution.attention on cpu: splash does not run here; window 64, documents in order)
+    model=gpt_oss model.window=100 execution.dtype=bfloat16 => tpu => ragged_dot (tpu)
+        => splash (tpu; window 100 in 2 of 4 layers, documents in order)
+    => cuda 9.0 => blocked (cuda 9.0: hopper takes bfloat16, not float32)
+        => reference (cuda 9.0: hopper takes bfloat16, not float32; documents in order)
+    seq_len=2048 model.max_length=2048 execution.dtype=bfloat16 => cuda 8.0 => blocked (cuda 8.0)
+        => chunked (cuda 8.0; documents in order)
+    seq_len=64 execution.dtype=bfloat16 => cuda 9.0 => hopper (cuda 9.0)
+        => reference (cuda 9.0: hopper is for 128 queries or more; documents in order)
+    # The ring's calls have the keys of one device.
+    seq_len=2048 model.max_length=2048 mesh.context=2 execution.context_parallel=ring => rocm gfx942
+        => blocked (rocm gfx942) => reference (rocm gfx942; documents in order)
+    """
 )
 def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, attention):
     """What a step is compiled for, which setting names a backend, and why one made for the chip is passed over."""
