@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from attention_loop import GROUP, Case, packed, random_operands
 from programs import executed_products
+from refusals import by_table
 from test_grouped_matmul import check, operands, value_and_gradients
 
 from benchmarks import tuning
@@ -131,48 +132,31 @@ def test_a_file_that_is_no_table_is_refused(table, monkeypatch, tmp_path):
         blocks.read()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"rows": 100}, "rows=100 must be 64 or 128"),
-        ({"depth": 32}, "depth=32 must be 64 or 128"),
-        ({"columns": 256}, "columns=256 must be 64 or 128"),
-        ({"buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
-        ({"rows": 64, "buffers": 2**16 - 1}, "buffers=65535 must be from 65536"),
-        (
-            {"rows": 64, "columns": 64, "buffers": 3 * 2**14 - 1},
-            "buffers=49151 must be from 49152",
-        ),
-        ({"depth": 128, "buffers": 2**16}, "buffers=65536 must be from 131072"),
-        ({"buffers": 2**18}, "buffers=262144 must be from 65536"),
-    ],
+@by_table(
+    """
+    backend => sizes => reason
+    hopper => {"rows": 100} => rows=100 must be 64 or 128
+    hopper => {"depth": 32} => depth=32 must be 64 or 128
+    hopper => {"columns": 256} => columns=256 must be 64 or 128
+    hopper => {"buffers": 65535} => buffers=65535 must be from 65536
+    hopper => {"rows": 64, "buffers": 65535} => buffers=65535 must be from 65536
+    hopper => {"rows": 64, "columns": 64, "buffers": 49151} => buffers=49151 must be from 49152
+    hopper => {"depth": 128, "buffers": 65536} => buffers=65536 must be from 131072
+    hopper => {"buffers": 262144} => buffers=262144 must be from 65536
+    hopper_persistent => {"columns": 100} => columns=100 must be 64, 128, 192 or 256
+    hopper_persistent => {"slots": 5} => slots=5 must be from 2 to 4 for tiles of 256 columns
+    hopper_persistent => {"columns": 128, "slots": 1} => slots=1 must be from 2 to 6 for tiles of 128 columns
+    """
 )
-def test_tiles_that_cannot_work_are_refused(sizes, reason):
+def test_tiles_that_cannot_work_are_refused(backend, sizes, reason):
     """The compilers' own messages, if they notice, name neither the table nor the field."""
     x, weights, _ = operands(40, "bfloat16")
-    order = KernelOrder(("hopper",), Target("cuda", "9.0"))
+    order = KernelOrder((backend,), Target("cuda", "9.0"))
     run = functools.partial(grouped_matmul, group_sizes=jnp.asarray((0, 5, 17, 1)), implementation=order)
-    with blocks.trying({"9.0": {"hopper": sizes}}), pytest.raises(UserError) as caught:
+    with blocks.trying({"9.0": {backend: json.loads(sizes)}}), pytest.raises(UserError) as caught:
         jax.eval_shape(run, x, weights)
     rest = " to 166912 for tiles of these sizes" if reason.startswith("buffers") else ""
-    assert str(caught.value).endswith(f"9.0 hopper: {reason}{rest}; remove the entry, or measure again")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"columns": 100}, "columns=100 must be 64, 128, 192 or 256"),
-        ({"slots": 5}, "slots=5 must be from 2 to 4 for tiles of 256 columns"),
-        ({"columns": 128, "slots": 1}, "slots=1 must be from 2 to 6 for tiles of 128 columns"),
-    ],
-)
-def test_sizes_of_programs_that_stay_are_refused(sizes, reason):
-    x, weights, _ = operands(40, "bfloat16")
-    order = KernelOrder(("hopper_persistent",), Target("cuda", "9.0"))
-    run = functools.partial(grouped_matmul, group_sizes=jnp.asarray((0, 5, 17, 1)), implementation=order)
-    with blocks.trying({"9.0": {"hopper_persistent": sizes}}), pytest.raises(UserError) as caught:
-        jax.eval_shape(run, x, weights)
-    assert str(caught.value).endswith(f"9.0 hopper_persistent: {reason}; remove the entry, or measure again")
+    assert str(caught.value).endswith(f"9.0 {backend}: {reason}{rest}; remove the entry, or measure again")
 
 
 def test_tiles_that_tune_tries_are_accepted():

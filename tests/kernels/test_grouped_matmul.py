@@ -100,29 +100,41 @@ def group_sizes(draw, rows):
     return tuple(np.diff([0, *cuts]).tolist())
 
 
-@pytest.mark.parametrize(("implementation", "blocks", "dtype"), CASES)
-def test_equals_a_loop_over_groups(implementation, blocks, dtype):
-    """Rows beyond the last group hold NaN, in operands and cotangents; results and gradients there are exactly zero."""
-    run = compiled(implementation, blocks, dtype)
+def with_nan(sizes, *arrays):
+    """Return arrays of rows with NaN beyond the last group."""
+    beyond = np.arange(arrays[0].shape[0])[:, None] >= sum(sizes)
+    return [jnp.where(beyond, jnp.nan, x) for x in arrays]
 
-    @settings(max_examples=20)
-    @given(sizes=group_sizes(ROWS), seed=st.integers(0, 9))
-    @example(sizes=(0, 0, 0, 0), seed=0)
-    @example(sizes=(0, 0, ROWS, 0), seed=0)  # all rows in one
-    @example(sizes=(0, 8, 4, 12), seed=0)  # whole blocks of 4, an empty group first
-    @example(sizes=(1, 7, 0, ROWS - 8), seed=0)  # none aligned, no row left over
+
+def compare_with_loop(run, examples, *, most=20, rows=ROWS, dtype="bfloat16", **widths):
+    """Compare products of no row, of `examples` and of up to `most` random sizes with the loop.
+
+    Rows beyond the last group hold NaN, in operands and cotangents; results and gradients there are exactly zero.
+    """
+
     def compare(sizes, seed):
-        x, weights, cotangent = operands(ROWS, dtype, seed)
-        beyond = np.arange(ROWS)[:, None] >= sum(sizes)
-        given_x, given_cotangent = (jnp.where(beyond, jnp.nan, y) for y in (x, cotangent))
+        x, weights, cotangent = operands(rows, dtype, seed, **widths)
+        given_x, given_cotangent = with_nan(sizes, x, cotangent)
         results = run(given_x, weights, jnp.asarray(sizes, jnp.int32), given_cotangent)
         check(results, x, weights, sizes, cotangent)
         value, by_rows, by_weights = (np.asarray(result, np.float32) for result in results)
-        assert not value[beyond[:, 0]].any()
-        assert not by_rows[beyond[:, 0]].any()
+        assert not value[sum(sizes) :].any()
+        assert not by_rows[sum(sizes) :].any()
         assert not by_weights[np.equal(sizes, 0)].any()
 
-    compare()
+    for sizes in ((0, 0, 0, 0), *examples):
+        compare = example(sizes=sizes, seed=0)(compare)
+    settings(max_examples=most)(given(sizes=group_sizes(rows), seed=st.integers(0, 9))(compare))()
+
+
+@pytest.mark.parametrize(("implementation", "blocks", "dtype"), CASES)
+def test_equals_a_loop_over_groups(implementation, blocks, dtype):
+    examples = [
+        (0, 0, ROWS, 0),  # all rows in one
+        (0, 8, 4, 12),  # whole blocks of 4, an empty group first
+        (1, 7, 0, ROWS - 8),  # none aligned, no row left over
+    ]
+    compare_with_loop(compiled(implementation, blocks, dtype), examples, dtype=dtype)
 
 
 def test_products_are_accumulated_in_float32(implementation):

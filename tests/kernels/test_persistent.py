@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
-from test_grouped_matmul import GROUPS, check, group_sizes, operands, value_and_gradients
-from test_tensor_cores import with_nan
+from test_grouped_matmul import GROUPS, check, compare_with_loop, group_sizes, operands, value_and_gradients, with_nan
 
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api, persistent
@@ -76,24 +75,14 @@ def test_products_are_done_before_their_slot_is_free(contract):
 
 @pytest.mark.interpreted
 def test_a_product_and_its_gradients(interpret):
+    examples = [
+        (0, 0, ROWS, 0),
+        (0, 128, 64, 0),  # whole tiles
+        (1, 126, 1, 1),  # tiles that begin before their group
+    ]
     run = jax.jit(functools.partial(value_and_gradients, NAME))
-
-    @settings(max_examples=2, deadline=None)
-    @given(sizes=group_sizes(ROWS), seed=st.integers(0, 9))
-    @example(sizes=(0, 0, 0, 0), seed=0)
-    @example(sizes=(0, 0, ROWS, 0), seed=0)
-    @example(sizes=(0, 128, 64, 0), seed=0)  # whole tiles
-    @example(sizes=(1, 126, 1, 1), seed=0)  # tiles that begin before their group
-    def compare(sizes, seed):
-        x, weights, cotangent = operands(ROWS, "bfloat16", seed, INPUTS, OUTPUTS)
-        given_x, given_cotangent = with_nan(sizes, x, cotangent)
-        results = run(given_x, weights, jnp.asarray(sizes, jnp.int32), given_cotangent)
-        check(results, x, weights, sizes, cotangent)
-        for result in results[:2]:
-            assert not np.asarray(result, np.float32)[sum(sizes) :].any()
-
     with interpret():
-        compare()
+        compare_with_loop(run, examples, most=2, rows=ROWS, inputs=INPUTS, outputs=OUTPUTS)
 
 
 @pytest.mark.interpreted
