@@ -10,7 +10,7 @@ import datasets.config
 import huggingface_hub.constants
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.data import Chat, DataSettings, Hf, HfChat, Jsonl, Source, load, train_batches
 
@@ -177,52 +177,50 @@ def test_the_network_is_used_if_asked(monkeypatch):
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
 
 
-def test_refusals(saved, tmp_path, monkeypatch):
-    one, several = str(saved.folder / "one"), str(saved.folder / "several")
-    parquet, kept, files = saved.settings["Parquet"], tmp_path / "kept", str(saved.folder / "files")
-    (tmp_path / "here" / "files" / "x").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    wrong: dict[str, Any]
-    for wrong, *message in (
-        ({}, "data.path is required for data=hf; pass data.path=hf://ORG/NAME, a folder, or one of arrow, csv"),
-        ({"path": "hf://org/other"}, "data.path=hf://org/other is not in the local cache of datasets; set data.down"),
-        ({"path": "hf://files/x"}, "data.path=hf://files/x: datasets would read files/x here; start in another folder"),
-        ({"path": "hf://org"}, "data.path=hf://org is neither hf://ORG/NAME nor a folder, nor one of arrow, csv"),
-        (
-            {"path": str(tmp_path)},
-            f"data.path={tmp_path} cannot be read by datasets (",
-            "doesn't contain any data files",
-        ),
-        ({"path": "parquet"}, "data.path=parquet reads files; set data.data_files.train=FILES"),
-        ({"path": "json", "data_files": {"train": f"{kept}/*"}}, f"data.data_files.train={kept}/* matches no file"),
-        (
-            {"path": "json", "data_files": parquet["data_files"]},
-            "data.path=json cannot be read by datasets (JSON parse",
-        ),
-        ({"path": one, "train": "test"}, f"data.path={one} has no split test; valid: train"),
-        (
-            {"path": several, "train": "tran"},
-            f"data.path={several} has no split tran; did you mean 'train'?",
-        ),
-        ({"path": several, "validation": "tst"}, f"data.path={several} has no split tst; did you mean"),
-        (
-            {**parquet, "train": "train+tra[:5]"},
-            "data.path=parquet has no split train+tra[:5]; did you mean",
-        ),
-        ({**parquet, "train": "train[:5"}, "data.path=parquet cannot be read by datasets (", "train[:5"),
-        ({"path": several, "validation": "train"}, "data.validation=train and data.train=train share rows of train;"),
-        (
-            {**parquet, "validation": "train[58:]"},
-            "data.validation=train[58:] and data.train=train share rows of train",
-        ),
-        ({**parquet, "subset": "fr"}, "data.path=parquet reads files, which have no subsets; leave data.subset out"),
-        ({"path": one, "subset": "fr"}, f"data.path={one} is a folder of save_to_disk, which is read whole; leave"),
-        ({"path": files, "subset": "fr"}, f"data.path={files} cannot be read by datasets (", "fr", "default"),
-        ({"path": one, "field": "txt"}, f"data.path={one} data.train=train has no column txt; did you mean 'text'?"),
-        ({"path": one, "field": "n"}, f"data.path={one} data.train=train row 1: column n is a number, not a string"),
-    ):
-        with refused(*message):
-            read(Hf(**wrong))
+@by_table(
+    """
+    words => message
+    => data.path is required for data=hf; pass data.path=hf://ORG/NAME, a folder, or one of arrow, csv
+    path=hf://org/other => data.path=hf://org/other is not in the local cache of datasets; set data.down
+    path=hf://files/x => data.path=hf://files/x: datasets would read files/x here; start in another folder
+    path=hf://org => data.path=hf://org is neither hf://ORG/NAME nor a folder, nor one of arrow, csv
+    path=HERE => data.path=HERE cannot be read by datasets ( ... doesn't contain any data files
+    path=parquet => data.path=parquet reads files; set data.data_files.train=FILES
+    path=json train_files=HERE/none/* => data.data_files.train=HERE/none/* matches no file
+    path=json train_files=PARQUET => data.path=json cannot be read by datasets (JSON parse
+    path=ONE train=test => data.path=ONE has no split test; valid: train
+    path=SEVERAL train=tran => data.path=SEVERAL has no split tran; did you mean 'train'?
+    path=SEVERAL validation=tst => data.path=SEVERAL has no split tst; did you mean
+    path=parquet train_files=PARQUET train=train+tra[:5]
+        => data.path=parquet has no split train+tra[:5]; did you mean
+    path=parquet train_files=PARQUET train=train[:5 => data.path=parquet cannot be read by datasets ( ... train[:5
+    path=SEVERAL validation=train => data.validation=train and data.train=train share rows of train;
+    path=parquet train_files=PARQUET validation=train[58:]
+        => data.validation=train[58:] and data.train=train share rows of train
+    path=parquet train_files=PARQUET subset=fr
+        => data.path=parquet reads files, which have no subsets; leave data.subset out
+    path=ONE subset=fr => data.path=ONE is a folder of save_to_disk, which is read whole; leave
+    path=SHARDS subset=fr => data.path=SHARDS cannot be read by datasets ( ... fr ... default
+    path=ONE field=txt => data.path=ONE data.train=train has no column txt; did you mean 'text'?
+    path=ONE field=n => data.path=ONE data.train=train row 1: column n is a number, not a string
+    """
+)
+def test_refusals(saved, tmp_path, monkeypatch, words, message):
+    (tmp_path / "files" / "x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    where = {"ONE": saved.folder / "one", "SEVERAL": saved.folder / "several", "SHARDS": saved.folder / "files"}
+    where |= {"HERE": tmp_path / "files", "PARQUET": saved.settings["Parquet"]["data_files"]["train"]}
+    for name, path in where.items():
+        words, message = words.replace(f"={name}", f"={path}"), message.replace(f"={name}", f"={path}")
+    given: dict[str, Any] = dict(word.split("=", 1) for word in words.split())
+    if "train_files" in given:
+        given["data_files"] = {"train": given.pop("train_files")}
+    with refused(message):
+        read(Hf(**given))
+
+
+def test_refusals_of_damaged_and_missing_parts(saved, tmp_path, monkeypatch):
+    one, kept = str(saved.folder / "one"), tmp_path / "kept"
     datasets.Dataset.from_list([{"text": "a"}, {"text": None}]).save_to_disk(kept)
     with refused(f"data.path={kept} data.train=train row 2: column text is null, not a string; set data.field"):
         read(Hf(path=str(kept)))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from mesh_cases import make_execution
 from peer_results import torch
-from refusals import refused
+from refusals import by_table, refused
 from tiny_models import CONFIGS, random_model
 from tokenizers_of_kinds import KINDS, TEXT, with_start
 
@@ -258,36 +258,29 @@ def test_what_is_drawn_is_the_same_each_time(case):
 
 
 @pytest.mark.parametrize("case", ["qwen3"], indirect=True)
-@pytest.mark.parametrize(
-    ("task", "parts"),
-    [
-        (
-            {"generation_kwargs": {"num_beams": 4}},
-            "generation_kwargs: num_beams=4 is not supported|max_gen_toks, temperature",
-        ),
-        (
-            {"generation_kwargs": {"max_gen_toks": 32}},
-            "generation_kwargs: max_gen_toks=32 leaves no room for a context in max_length=32",
-        ),
-        (
-            {"generation_kwargs": {"do_sample": True, "max_gen_toks": 8}},
-            "generation_kwargs: do_sample=true needs a temperature above 0",
-        ),
-        ({"unsafe_code": True}, "tasks=mine runs code that the model writes"),
-        ({"dataset_kwargs": {"data_files": "nothing.jsonl"}}, "tasks=mine cannot be loaded|download=true"),
-        ({"task": "mines"}, "tasks=mine: there is no such task; did you mean 'mines'?"),
-        (
-            {"target_delimiter": "", "output_type": "loglikelihood", "doc_to_target": ""},
-            "the continuation '' makes no token of its own",
-        ),
-        ({"output_type": "loglikelihood", "doc_to_target": TEXT}, "a continuation to score has|max_length=32"),
-    ],
+@by_table(
+    """
+    task => parts
+    {"generation_kwargs": {"num_beams": 4}}
+        => generation_kwargs: num_beams=4 is not supported ... max_gen_toks, temperature
+    {"generation_kwargs": {"max_gen_toks": 32}}
+        => generation_kwargs: max_gen_toks=32 leaves no room for a context in max_length=32
+    {"generation_kwargs": {"do_sample": true, "max_gen_toks": 8}}
+        => generation_kwargs: do_sample=true needs a temperature above 0
+    {"unsafe_code": true} => tasks=mine runs code that the model writes
+    {"dataset_kwargs": {"data_files": "nothing.jsonl"}} => tasks=mine cannot be loaded ... download=true
+    {"task": "mines"} => tasks=mine: there is no such task; did you mean 'mines'?
+    {"target_delimiter": "", "output_type": "loglikelihood", "doc_to_target": ""}
+        => the continuation '' makes no token of its own
+    {"output_type": "loglikelihood", "doc_to_target": TEXT} => a continuation to score has ... max_length=32
+    """
 )
 def test_what_a_task_may_not_be(case, tmp_path, task, parts):
     path, *_ = case
     about = yaml.safe_load((path / "tasks/answers.yaml").read_text())
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**about, "task": "mine", **task}))
-    with refused(*parts.split("|")), warnings.catch_warnings():
+    changed = json.loads(task.replace("TEXT", json.dumps(TEXT)))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**about, "task": "mine", **changed}))
+    with refused(parts), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tasks = harness.load_tasks(["mine"], folder=str(tmp_path))
         lm = moezoo.LmEval(moezoo.from_pretrained(path / "m"), path / "m")
