@@ -97,7 +97,7 @@ def test_a_batch_that_a_mesh_does_not_split(overrides, count, first, others):
     mesh=fsdp2_ep4 rules.compute={}
         => mesh.expert=4 ... rules fsdp_ep ... rules.compute.expert=[] ... Ring moves tokens ... dispatch=gather
         => mesh.fsdp=8 mesh.expert=1 =>
-    dispatch.chunks=2000 => dispatch.chunks=2000 =>  =>
+    dispatch.chunks=2000 => dispatch.chunks=2000 => =>
     """
 )
 def test_rules_that_do_not_fit_a_mesh(overrides, parts, first, rules):
