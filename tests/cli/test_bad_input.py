@@ -14,7 +14,10 @@ from refusals import by_table
 
 from moezoo.config.compose import as_mapping, compose, to_yaml
 
-TRAIN = Path(__file__).parents[2] / "scripts" / "train.py"
+ROOT = Path(__file__).parents[2]
+TRAIN, COMMAND, ENDURANCE = (
+    ROOT / f"{name}.py" for name in ("scripts/train", "moezoo/__main__", "tests/training/endurance")
+)
 
 
 def refuse(capsys, monkeypatch, script, *arguments) -> str:
@@ -126,19 +129,20 @@ def test_resume_of_a_run_without_checkpoints(capsys, monkeypatch, tmp_path):
     assert "resume=old: no checkpoint there" in refuse(capsys, monkeypatch, TRAIN, "resume=old")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        ([], "name one model: run_dir=FOLDER of a run, or folder=FOLDER in"),
-        (["run_dir=nowhere"], "run_dir=nowhere"),
-        (["run_dir=a", "folder=b"], "run_dir=a and folder=b name two models; leave one of them out"),
-        (["mesh=ep8"], "name one model: run_dir=FOLDER"),
-        (["run_dir=a", "xyzzy=1"], ", rules, run_dir, schedule, "),  # a key of the command and of a configuration
-        (["run_dirr=runs/a"], "run_dirr: there is no key 'run_dirr'; did you mean 'run_dir'?"),
-    ],
+@by_table(
+    """
+    arguments => part
+    => name one model: run_dir=FOLDER of a run, or folder=FOLDER in
+    run_dir=nowhere => run_dir=nowhere
+    run_dir=a folder=b => run_dir=a and folder=b name two models; leave one of them out
+    mesh=ep8 => name one model: run_dir=FOLDER
+    # A key of the command and of a configuration.
+    run_dir=a xyzzy=1 => , rules, run_dir, schedule,
+    run_dirr=runs/a => run_dirr: there is no key 'run_dirr'; did you mean 'run_dir'?
+    """
 )
 def test_evaluate_refuses_in_one_line(capsys, monkeypatch, arguments, part):
-    assert part in refuse(capsys, monkeypatch, TRAIN.with_name("evaluate.py"), *arguments)
+    assert part in refuse(capsys, monkeypatch, COMMAND, "evaluate", *arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -146,4 +150,4 @@ def test_evaluate_refuses_in_one_line(capsys, monkeypatch, arguments, part):
     [("kill=3", "kill: there is no key 'kill'; did you mean 'kills'?"), ("model.layer=2", "did you mean 'layers'?")],
 )
 def test_endurance_makes_no_folder_for_a_mistake(capsys, monkeypatch, argument, part):
-    assert part in refuse(capsys, monkeypatch, TRAIN.with_name("endurance.py"), "folder=new", argument)
+    assert part in refuse(capsys, monkeypatch, ENDURANCE, "folder=new", argument)
