@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from typing import Any
 
 import jax
 import pytest
@@ -36,9 +37,10 @@ def sizes(mesh):
 
 def rules(**changes):
     """Return rules named `mine` that are empty except for `changes`, in which lists may stand for tuples."""
-    empty = {"name": "mine", "store": {}, "compute": {}, "batch": (), "sequence": ()}
-    placed = lambda x: {name: tuple(axes) for name, axes in x.items()} if isinstance(x, dict) else tuple(x)  # noqa: E731
-    return Rules(**(empty | {name: placed(value) for name, value in changes.items()}))
+    given: dict[str, Any] = {"name": "mine", "store": {}, "compute": {}, "batch": (), "sequence": ()}
+    for name, value in changes.items():
+        given[name] = {axis: tuple(axes) for axis, axes in value.items()} if isinstance(value, dict) else tuple(value)
+    return Rules(**given)
 
 
 @functools.cache
