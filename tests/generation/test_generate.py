@@ -113,7 +113,7 @@ def test_greedy_equals_running_the_whole_text_again():
 
 
 # The tokens of "mixtral" are in the test of end tokens.
-@pytest.mark.parametrize("name", ["window", "deepseek", pytest.param("no q_lora", marks=pytest.mark.newer)])
+@pytest.mark.parametrize("name", ["window", "deepseek", pytest.param("no q_lora", marks=pytest.mark.weekly)])
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
     width, execution = IDS.shape[1], moezoo.Execution()
@@ -244,7 +244,6 @@ def test_a_stream_has_the_tokens_as_they_come(mesh, monkeypatch):
             assert [part.shape[1] for part in parts] == [1, 1, *([rest] if pause and rest else [1] * rest)]
 
 
-@pytest.mark.newer
 def test_draws_are_the_same_on_a_mesh_and_differ_by_key_and_row():
     same = np.repeat(IDS[:1], 4, axis=0)
     drawn = functools.partial(moezoo.generate, model("mixtral"), same, max_new_tokens=NEW, temperature=1.5, top_p=0.95)

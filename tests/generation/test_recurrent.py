@@ -135,7 +135,7 @@ def naive():
     return tokens
 
 
-@pytest.mark.parametrize("rules", [None, pytest.param("serve", marks=pytest.mark.newer)])
+@pytest.mark.parametrize("rules", [None, pytest.param("serve", marks=pytest.mark.weekly)])
 def test_tokens_are_those_without_a_cache(rules):
     """On one device, and with heads and their vectors split."""
     execution = moezoo.Execution()
@@ -146,7 +146,6 @@ def test_tokens_are_those_without_a_cache(rules):
     np.testing.assert_array_equal(found, naive())
 
 
-@pytest.mark.newer
 def test_a_split_sequence(monkeypatch):
     """The mixer gathers the tokens of its sequence; one that does not say so is refused."""
     mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, context=4))

@@ -57,7 +57,7 @@ def test_every_family_has_a_case():
 
 @pytest.mark.parametrize(
     ("family", "mesh", "strategy", "batches"),
-    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.newer) for case in CASES[2:])],
+    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.weekly) for case in CASES[2:])],
 )
 def test_tokens_are_those_of_one_device(family, mesh, strategy, batches):
     """With padding on the left."""

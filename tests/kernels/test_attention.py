@@ -457,7 +457,7 @@ def test_names_that_are_no_backends(name):
         assert chosen_backend(Target("cpu"), 512, 512, names or ()) == name
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_a_known_order_of_keys_changes_nothing():
     """`chunked` goes by intervals of keys instead of coordinates; padding is first in one row and last in the other."""
     case = Case(10, 10, 4, 3)

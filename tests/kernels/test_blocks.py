@@ -31,7 +31,6 @@ def entry(**sizes):
     return {"8.0": {"blocked": sizes}}
 
 
-@pytest.mark.newer
 def test_blocked_takes_the_sizes_of_its_gpu():
     """A GPU without an entry takes those of all GPUs, and a CPU its own; nothing else changes."""
     sizes = (0, 5, 17, 1)
@@ -52,7 +51,6 @@ def test_blocked_takes_the_sizes_of_its_gpu():
     assert set(cpu) == {32}
 
 
-@pytest.mark.newer
 def test_chunked_attention_takes_the_sizes_of_its_gpu():
     """Both passes, and those of a part of the keys; programs with other sizes are others, and results are the same."""
     case = Case(130, 130, 0)

@@ -101,7 +101,6 @@ def test_gradients_of_gates_are_summed_in_float32():
     np.testing.assert_array_equal(found, (inner * by_inner).sum(-1))
 
 
-@pytest.mark.newer
 def test_computes_only_rows_that_hold_an_assignment(monkeypatch):
     """The room is 48 rows; of these 13 are used."""
     monkeypatch.setattr(routed, "SIZES", (8, 2))

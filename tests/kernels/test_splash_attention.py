@@ -73,7 +73,6 @@ def test_equals_a_loop(name):
     check_case(*CASES[name])
 
 
-@pytest.mark.newer
 def test_more_keys_than_a_call_takes(monkeypatch):
     """Keys of further calls are numbered from zero again, and the results are joined."""
     from moezoo.kernels.attention import splash

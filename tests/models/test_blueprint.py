@@ -102,7 +102,6 @@ def test_a_step_has_that_of_its_state():
     assert len(jax.tree.leaves(state.optimizer)) == 1 + 2 * sum(jax.tree.leaves(blueprint.mask))
 
 
-@pytest.mark.newer
 def test_programs_are_traced_for_any_mesh_where_the_user_has_set_one():
     words = ("mesh.fsdp=2", "mesh.axis_types=explicit", "batch_size=4", "seq_len=4")
     cfg = dataclasses.replace(moezoo.compose(*words), model=TINY)

@@ -47,7 +47,6 @@ def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
     jax.tree.map(np.testing.assert_array_equal, gradients, by_named)
 
 
-@pytest.mark.newer
 def test_a_change_of_anything_that_traffic_depends_on_is_traced_anew():
     """The tokens, the call, what is trained, the dtypes and what layers keep; comparing twice gives the same bytes."""
     model = Blueprint(moezoo.compose(*SIZES).model).shapes

@@ -148,7 +148,7 @@ def test_equals_the_blocks_one_after_the_other():
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(np.abs(want).max(), 1e-3))
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_each_kind_has_the_cache_it_needs():
     """Layers with a window keep its tokens, the others keep all; the next tokens are those of the whole text."""
     prompt = TOKENS[:, :LENGTH]

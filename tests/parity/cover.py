@@ -501,7 +501,7 @@ def cover() -> tuple[Case, ...]:
 # heads, under norms of projections, and under biases and norms of heads; devices that share a tied table, which decay
 # spares; a GLM whose heads, widths, shared experts and sequences are split; queries that are scaled by their position,
 # on a ring of devices that also share heads; sinks and biases of experts, with heads and widths split. CI runs the last
-# four on a newer Python.
+# four on a newer Python, as its slice of the parity suite there.
 EXTRA_CASES = (
     Case("ring", "fsdp2_ep4", "ep_as_cp", "full", ROWS // 2, "batch", "deepseek_v2"),
     Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 2, "sequence", "grouped_periodic"),

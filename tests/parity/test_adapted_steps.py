@@ -135,7 +135,7 @@ def compare(case: Case) -> None:
     assert sum(x.ndim > 0 for x in moments) == 2 * len(pairs_by_path(after)) * 2
 
 
-@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(c, marks=pytest.mark.newer) for c in CASES[1:])], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *(pytest.param(c, marks=pytest.mark.weekly) for c in CASES[1:])], ids=str)
 def test_steps_are_those_of_merged_matrices(case):
     compare(case)
 

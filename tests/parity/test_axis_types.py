@@ -120,7 +120,7 @@ def results(types: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_numbers_are_the_same():
     auto, explicit = map(results, TYPES)
     assert auto == explicit

@@ -99,7 +99,7 @@ LAYOUTS = [
     Case("ragged", "ep8", "ep_as_cp", "full", 1, "batch", "deepseek"),
     Case("dense", "fsdp8", "pure_fsdp", "full", 1, "batch", "deepseek"),
     Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "deepseek"),
-    pytest.param(Case("ring", "fsdp2_tensor4", "tensor", "full", 1, "batch", "grouped"), marks=pytest.mark.newer),
+    pytest.param(Case("ring", "fsdp2_tensor4", "tensor", "full", 1, "batch", "grouped"), marks=pytest.mark.weekly),
 ]
 
 
@@ -137,7 +137,7 @@ def wanted_step() -> Any:
     return run(0), arrays(run.gradients)
 
 
-@pytest.mark.parametrize("case", [STEPS[0], pytest.param(STEPS[1], marks=pytest.mark.newer)], ids=str)
+@pytest.mark.parametrize("case", [STEPS[0], pytest.param(STEPS[1], marks=pytest.mark.weekly)], ids=str)
 def test_a_step(case):
     """Loss and gradients of what is trained are those of the arrays; what has few bits keeps every bit."""
     run = compiled(case)
@@ -255,7 +255,7 @@ def test_a_layout_that_cuts_a_piece_is_refused():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_generation():
     """Greedy tokens are those of the arrays, where no weight is gathered."""
     ids = np.random.default_rng(0).integers(1, 40, (4, 5))

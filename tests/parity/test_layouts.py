@@ -40,7 +40,7 @@ def arrays(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_ten_updates_with_experts_stored_over_two_axes():
     """`shard_exp_on_fsdp` stores whole experts over (expert, fsdp), and `fsdp_ep` parts of them over fsdp.
 
@@ -81,7 +81,7 @@ def compare_metrics(found: Metrics, wanted: oracle.Outcome) -> None:
     ("rules", "strategy", "context_parallel", "axes"),
     [
         ("cp_as_ep", "ragged", "gather", {"fsdp": 2, "context": 4}),
-        pytest.param("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}, marks=pytest.mark.newer),
+        pytest.param("ep_as_cp", "ring", "ring", {"fsdp": 2, "expert": 4}, marks=pytest.mark.weekly),
     ],
 )
 def test_two_sequences_on_eight_devices(rules, strategy, context_parallel, axes):

@@ -50,7 +50,7 @@ def initial(mesh: str, layout: str, dispatch: str) -> list[bytes]:
 
 # Each layout takes seconds to compile. These run in CI, the others with `-m full`.
 _ALWAYS = {
-    ("ep8", "fsdp_ep"): pytest.mark.newer,
+    ("ep8", "fsdp_ep"): pytest.mark.weekly,
     ("fsdp2_ep4", "shard_exp_on_fsdp"): (),
     ("fsdp2_ep2_context2", "cp_as_ep"): (),
 }

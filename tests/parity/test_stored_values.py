@@ -113,7 +113,7 @@ def worst_error(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> 
     return max(float(abs(found[path] - w).max() / (abs(w).max() or 1)) for path, w in wanted.items())
 
 
-@pytest.mark.parametrize("case", [RUN[0], pytest.param(RUN[1], marks=pytest.mark.newer)], ids=str)
+@pytest.mark.parametrize("case", [RUN[0], pytest.param(RUN[1], marks=pytest.mark.weekly)], ids=str)
 def test_steps_equal_those_of_the_plain_model(case):
     initial = by_path(stored_model())
     steps = zip(steps_of(compiled(case)), plain_steps(), strict=True)
@@ -377,7 +377,7 @@ def test_hub_folders_have_plain_arrays(tmp_path):
         np.testing.assert_array_equal(loaded[path], x, strict=True)
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_generation():
     """Greedy tokens on a mesh equal the plain model's on one device."""
     ids = np.random.default_rng(0).integers(1, 40, (8, 5))

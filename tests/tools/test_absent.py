@@ -251,7 +251,11 @@ def test_attention_on_a_tpu_in_kernels(dims, temporaries):
 @pytest.mark.usefixtures("_uncached")
 @pytest.mark.parametrize(
     ("kind", "dtype", "temporaries"),
-    [("a100", "bfloat16", 222e6), ("h200", "float32", 281e6), ("b200", "bfloat16", 222e6)],
+    [
+        pytest.param("a100", "bfloat16", 222e6, marks=pytest.mark.smoke),
+        ("h200", "float32", 281e6),
+        ("b200", "bfloat16", 222e6),
+    ],
 )
 def test_attention_on_other_gpus(kind, dtype, temporaries):
     """Both passes in blocks of 512: a pair of these is the largest array of scores, in a third of the naive memory."""

@@ -1,6 +1,6 @@
-"""The kernels for Blackwell, compiled for a B200 that is not there.
+"""The kernels for tensor cores, compiled for GPUs that are not there.
 
-They compile in a process of their own: all kernels of a process are compiled for the first kind of GPU that it names.
+Each kind compiles in a process of its own: all kernels of a process are compiled for the first kind that it names.
 """
 
 import functools
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from instructions import Ring, running_at_loads
 
 from moezoo.kernels.grouped_matmul import gated, grouped_matmul
 from moezoo.nn.activation import SWIGLU
@@ -43,11 +44,31 @@ def compiled(kind: str, sizes: list[tuple[int, int, int, int]]) -> list[tuple[in
     return results
 
 
+def compiled_apart(kind: str, *sizes: tuple[int, int, int, int]) -> list[tuple[int, float]]:
+    """Return what `compiled` returns in another process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
+        return other.submit(compiled, kind, list(sizes)).result()
+
+
 @pytest.mark.absent
+@pytest.mark.smoke
 def test_kernels_of_any_size():
     """Two kernels forward and five backward. Of the first, tiles divide neither the rows nor a width."""
-    sizes = [(37, 128, 72, 4), (65536, 2048, 768, 128)]
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
-        results = other.submit(compiled, "b200", sizes).result()
-    assert [kernels for kernels, _ in results] == [7, 7]
-    assert results[1][1] < 0.1  # one array of rows of width 768
+    (few, _), (many, temporaries) = compiled_apart("b200", (37, 128, 72, 4), (65536, 2048, 768, 128))
+    assert (few, many) == (7, 7)
+    assert temporaries < 0.1  # one array of rows of width 768
+
+
+@pytest.mark.absent
+@pytest.mark.smoke
+def test_no_load_overwrites_what_a_product_may_read(monkeypatch, tmp_path):
+    """In PTX, as the assembler of an H200 gets it, products are waited for before their tiles are loaded again."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled_apart("h200", (65536, 2048, 768, 128))  # LLVM would unroll loops of few steps, which cannot be read then
+    loops = {path.stem: path.read_text() for path in tmp_path.glob("*.ptx")}
+    assert len(loops) >= 4  # equal kernels compile once
+    for name, text in loops.items():
+        found = running_at_loads(text, Ring(3, 1), 2 if "gated" in name else 1)
+        assert found, name
+        assert not any(found), name

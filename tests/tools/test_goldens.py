@@ -7,7 +7,7 @@ from golden_layouts import FOLDER, LAYOUTS, describe_layout
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.newer if name.endswith("-2.txt") else ()) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=pytest.mark.weekly if name.endswith("-2.txt") else ()) for name in LAYOUTS]
 )
 def test_layout_is_the_tracked_one(name):
     path = FOLDER / name

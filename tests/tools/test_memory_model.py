@@ -34,7 +34,7 @@ def step_on(mesh: Any, *words: str) -> Step:
     "words",
     [
         pytest.param(
-            ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"), marks=pytest.mark.newer
+            ("model=deepseek", "mesh=fsdp2_ep4", "optimizer=muon", "execution.microbatches=2"), marks=pytest.mark.weekly
         ),
         ("model=qwen3_moe", "mesh=fsdp8", "adapter=lora"),
         pytest.param(("model=mixtral", "mesh=fsdp8", "dispatch=ring"), marks=pytest.mark.full),
@@ -152,12 +152,13 @@ PEAKS = {
     ),
 }
 QUICK = ("qwen3-ring", "gpt_oss")
+MARKS = [pytest.mark.full], [pytest.mark.absent, pytest.mark.smoke]
 
 
 @pytest.mark.usefixtures("_uncached")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.absent if name in QUICK else pytest.mark.full) for name in PEAKS],
+    [pytest.param(name, marks=MARKS[name in QUICK]) for name in PEAKS],
 )
 def test_peak_is_near_what_compilers_have_in_use(name):
     devices, words = PEAKS[name]

@@ -57,7 +57,6 @@ def test_table_and_picture(console, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.newer
 def test_nothing_fits(console):
     """The rows are printed all the same, as JSON too, with what would help."""
     words = ("model=deepseek_v3", "topology=v5e:2x4", "mesh=ep8", "batch_size=8", "seq_len=64", "--estimate")
@@ -83,7 +82,6 @@ def test_a_compiler_that_refuses_leaves_what_was_predicted(console, monkeypatch)
         assert code == (0 if fits else 2)
 
 
-@pytest.mark.newer
 def test_search_stops_after_its_time(console, monkeypatch):
     """It says how many layouts it left out."""
     monkeypatch.setattr(plan, "_SEARCH_SECONDS", 0.5)

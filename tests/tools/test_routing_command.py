@@ -153,7 +153,6 @@ def test_a_text_shows_as_text(part):
     shown.text.encode()
 
 
-@pytest.mark.newer
 def test_a_large_model_has_a_small_page(tmp_path):
     """12 layers of 32 experts with long contexts, and pictures of 3 MB: what does not fit is named."""
     layers, experts, count = 12, 32, 60

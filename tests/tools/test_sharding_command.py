@@ -75,7 +75,6 @@ def test_the_title_has_the_axis_that_splits_nothing(console):
     assert out.splitlines()[2].startswith("mesh axis tensor has one device, so heads, ")
 
 
-@pytest.mark.newer
 def test_the_title_has_what_auto_chose(console):
     """Each layout has its own choice, beside its mesh and rules; much unused room has a line."""
     words = ["model=mixtral", "model.layers=1", "model.experts=16", "mesh=ep8", "dispatch=auto"]

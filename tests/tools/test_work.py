@@ -122,7 +122,6 @@ def test_rows_that_are_computed():
     assert len(set(rest.values())) == 1
 
 
-@pytest.mark.newer
 def test_devices_that_share_work():
     """Heads, widths and vocabulary over 2 devices: each does half, of tokens that both have, but the whole router."""
     words = "model=mixtral batch_size=8 seq_len=256 dispatch=ragged rules=tensor mesh.fsdp=4"
@@ -227,7 +226,6 @@ def test_bound():
     assert max(torus.links.values()) <= torus.alone * (1 + 1e-9)
 
 
-@pytest.mark.newer
 def test_ring_takes_longer_than_ragged_over_many_devices():
     """64 devices have an expert each: a token travels to all of them, or to two."""
     words = "model=mixtral model.experts=64 model.layers=1 mesh.expert=64 batch_size=64 seq_len=256 dispatch="
@@ -235,7 +233,6 @@ def test_ring_takes_longer_than_ragged_over_many_devices():
     assert ring > 2 * ragged
 
 
-@pytest.mark.newer
 def test_fewer_tokens_leave_more_time_for_weights_to_travel():
     """Gathered weights are as large for one row per device as for 16."""
     words = "model=mixtral mesh=fsdp8 rules=pure_fsdp seq_len=256 dispatch=gather batch_size="

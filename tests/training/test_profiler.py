@@ -42,7 +42,7 @@ def operations_in(trace: Path) -> list[str]:
     return found
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_where_the_time_of_steps_went(tiny, tmp_path, capsys, monkeypatch):
     """Parts add up to the step, and the step to the clock; the run's numbers are those without a recording."""
     known: set[str] = set()

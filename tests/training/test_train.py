@@ -199,7 +199,7 @@ def test_a_save_is_timed(tmp_path):
     assert checkpoints.seconds > 0
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_a_saved_run_evaluates_alike_on_any_mesh(run):
     for overrides in ([], ["mesh=single", "dispatch=gather"], ["mesh=fsdp4_ep2", "dispatch=dense"]):
         model, cfg = moezoo.load_run(run.folder, *overrides)
@@ -219,7 +219,7 @@ def test_model_is_called_on_a_mesh_or_on_none(run):
     assert int(whole.routing.load.sum()) == 2 * 2 * 8 * 16
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_bfloat16_compute_learns_too(tiny):
     cfg = moezoo.compose(*tiny, "mesh=fsdp2_ep4", "steps=12", "execution.dtype=bfloat16", "eval_every=0")
     with steps_only():
