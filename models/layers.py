@@ -22,9 +22,9 @@ from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.held import use
 from moezoo.parallel.low_rank import with_dropout
+from moezoo.parallel.mesh_execution import MeshExecution
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
 Collect = Callable[[Block, PyTree], PyTree]
@@ -142,7 +142,7 @@ def run_layers(
     stacks: tuple[Stack, ...],
     x: Float[Array, "batch seq embed"],
     context: Context,
-    execution: Execution,
+    execution: MeshExecution,
     cache: Cache | None = None,
     collect: Collect | None = None,
     first: int = 0,
@@ -177,7 +177,7 @@ def run_layers(
 
 
 def learn_stack(
-    stack: Stack, x: Array, context: Context, execution: Execution, first: Array | int, held: PyTree = None
+    stack: Stack, x: Array, context: Context, execution: MeshExecution, first: Array | int, held: PyTree = None
 ) -> tuple[Array, tuple[LayerSums | None, ...]]:
     """Run the layers of a stack in training; return activations, and the routing sums of each kind of layer.
 
@@ -216,7 +216,7 @@ def _read_stack(
     stack: Stack,
     x: Array,
     context: Context,
-    execution: Execution,
+    execution: MeshExecution,
     number: int,
     cache: Cache | None,
     collect: Collect | None,
@@ -235,7 +235,7 @@ def _read_stack(
     return jax.lax.scan(step, x, jnp.arange(stack.count))
 
 
-def _prepared(stack: Stack, context: Context, execution: Execution) -> list[Context]:
+def _prepared(stack: Stack, context: Context, execution: MeshExecution) -> list[Context]:
     """Return the context of each kind of layer."""
     for mixer in (block.attention for block in stack.blocks):
         if execution.sequence_axes and not mixer.splits_sequences:

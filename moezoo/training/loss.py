@@ -20,8 +20,8 @@ from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.mesh_execution import MeshExecution
 
 # About so many logits are in memory at the same time: tokens of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
@@ -65,7 +65,10 @@ def chunk_rows(tokens: int, vocab: int, target: Target | None = None) -> int:
 
 @jax.named_scope("head")
 def cross_entropy(
-    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+    model: LanguageModel,
+    hidden: Float[Array, "batch seq embed"],
+    labels: Int[Array, "batch seq"],
+    execution: MeshExecution,
 ) -> Float[Array, ""]:
     """Return the sum over this device's tokens of -log p(label), in nats; tokens with a label below 0 do not count.
 
@@ -81,7 +84,10 @@ def cross_entropy(
 
 @jax.named_scope("head")
 def score_tokens(
-    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+    model: LanguageModel,
+    hidden: Float[Array, "batch seq embed"],
+    labels: Int[Array, "batch seq"],
+    execution: MeshExecution,
 ) -> TokenScores:
     """Return what `cross_entropy` sums, of each token of this device, with the same chunks and exchange of numbers."""
     unembedding, *chunks = _cut(model, hidden, labels, execution)
@@ -95,7 +101,7 @@ def score_tokens(
     return TokenScores(*(x.reshape(-1)[: labels.size].reshape(labels.shape) for x in scores))
 
 
-def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: Execution) -> tuple[PyTree, Array, Array]:
+def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: MeshExecution) -> tuple[PyTree, Array, Array]:
     """Return the unembedding, and the activations and labels of all tokens in chunks."""
     group = execution.inner_group("vocab")
     own_vocab = model.readout.matrix.shape[-1]
@@ -111,7 +117,7 @@ def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: Executio
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
+def _cross_entropy(execution: MeshExecution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
     unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
@@ -120,7 +126,7 @@ def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, tar
     return _scan(add, vary(jnp.zeros(()), execution.token_axes), (tokens, targets))[0]
 
 
-def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
+def _forward(execution: MeshExecution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
     # A leaf that is not `perturbed` needs no gradient: it is not trained or, if activations, nothing before it is.
     unembedding, tokens, targets = jax.tree.map(operator.attrgetter("value"), primals)
     trained, passed_on, _ = jax.tree.map(operator.attrgetter("perturbed"), primals)
@@ -145,7 +151,7 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
 
 
 def _backward(
-    execution: Execution, gradients: tuple[PyTree, list[Array]], cotangent: Array
+    execution: MeshExecution, gradients: tuple[PyTree, list[Array]], cotangent: Array
 ) -> tuple[PyTree, Array | None, None]:
     del execution
     stored, by_tokens = jax.tree.map(lambda x: (x.astype(jnp.float32) * cotangent).astype(x.dtype), gradients)
@@ -182,7 +188,7 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
 def losses(
     model: LanguageModel,
     batch: Batch,
-    execution: Execution,
+    execution: MeshExecution,
     dropout: Dropout | None = None,
     numbers: Int[Array, " micro"] | None = None,
 ) -> Losses:

@@ -34,9 +34,9 @@ from moezoo.optim.base import Pace
 from moezoo.optim.guard import select
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import no_context_mesh
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
@@ -100,7 +100,7 @@ def gradients_of(
     batch: Batch,
     trained: PyTree,
     placements: PyTree,
-    execution: Execution,
+    execution: MeshExecution,
     dropout: Dropout | None = None,
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
     """Return gradients of the trained part of `model`, sums of losses, and the number of predicted tokens.
@@ -177,7 +177,7 @@ class Step:
         self,
         blueprint: Blueprint,
         optimizer: Optimizer,
-        execution: Execution,
+        execution: MeshExecution,
         batch: Batch,
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
         seed: int = 0,

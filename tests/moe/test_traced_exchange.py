@@ -11,6 +11,7 @@ import moezoo
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import count_collectives, equations
 
 OVER = ("expert",)
@@ -39,7 +40,7 @@ CASES += [
 def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     assert strategy in EXCHANGED, f"add the collectives of {strategy} to EXCHANGED"
     cfg = moezoo.compose(f"model={preset}", "mesh=ep8")
-    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]())
+    execution = on_mesh(moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]()))
     # Tokens are split over the expert axis too, and experts stay where they are stored.
     assert "expert" in execution.batch_axes
     assert execution.expert_group(cfg.model.experts).axes == OVER

@@ -13,6 +13,7 @@ from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
 from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.gathered import Gathered
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations
 
@@ -67,7 +68,7 @@ def test_experts_and_gradients_are_those_of_arrays(implementation):
 
 def test_experts_are_gathered_and_scattered_along_the_first_dimension():
     """Their weights and gradients, where they are cut along a dimension of their matrices."""
-    execution = moezoo.Execution(auto_mesh(fsdp=4, expert=2), moezoo.compose().rules, Ring())
+    execution = on_mesh(moezoo.Execution(auto_mesh(fsdp=4, expert=2), moezoo.compose().rules, Ring()))
     experts = Experts(2, 8, 12, out_std=1.0, dtype=jnp.dtype("float32"), key=KEYS[6])
     specs = execution.specs(experts)
 

@@ -43,6 +43,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.rules import live
 from moezoo.typed import convert
@@ -344,7 +345,7 @@ class Case:
         layout = rules()[self.rules]
         options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
         options["context_parallel"] = CONTEXT_PARALLEL[self.context_parallel]()
-        return moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options)
+        return on_mesh(moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options))
 
     @property
     def order(self) -> str:
