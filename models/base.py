@@ -28,6 +28,7 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.stored import Stored
+from moezoo.parallel.weight_mover import WeightMover
 
 
 class TokenEmbedding(eqx.Module):
@@ -134,7 +135,7 @@ class LanguageModel(eqx.Module):
     @jax.named_scope("embedding")
     def embed(self, tokens: Int[Array, "batch seq"], execution: MeshExecution) -> Float[Array, "batch seq embed"]:
         """Return the activations of tokens."""
-        return execution.gather_weights(self.embedding)(tokens, execution.inner_group("vocab"))
+        return WeightMover(execution).gather(self.embedding)(tokens, execution.inner_group("vocab"))
 
     @jax.named_scope("layers")
     def layers(
@@ -153,7 +154,7 @@ class LanguageModel(eqx.Module):
         self, hidden: Float[Array, "batch seq embed"], execution: MeshExecution
     ) -> Float[Array, "batch seq vocab"]:
         """Return the logits of activations, of this device's part of the vocabulary."""
-        return execution.gather_weights(self.readout)(hidden)
+        return WeightMover(execution).gather(self.readout)(hidden)
 
     def __call__(
         self,

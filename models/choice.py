@@ -29,6 +29,7 @@ from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
+from moezoo.parallel.weight_mover import WeightMover
 
 
 def choose_dispatch(
@@ -157,10 +158,10 @@ def _traffic(layer: ExpertLayer, execution: MeshExecution) -> TrafficTable:
     trained = jax.tree.unflatten(layer.structure, layer.trained)
 
     def local(experts: Experts, x: Array, assignment: Assignment, back: Array) -> Array:
-        learned, fixed = eqx.partition(execution.vary_parameters(experts), trained)
+        learned, fixed = eqx.partition(WeightMover(execution).vary(experts), trained)
 
         def run(x: Array, gates: Array, learned: Experts) -> Array:
-            whole = execution.gather_weights(eqx.combine(learned, fixed))
+            whole = WeightMover(execution).gather(eqx.combine(learned, fixed))
             return run_experts(whole, x, Assignment(assignment.expert_ids, gates), group, execution)[0]
 
         # Cast before anything is differentiated: sums over devices that share the width are not the strategy's.

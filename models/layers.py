@@ -25,6 +25,7 @@ from moezoo.parallel.axes import Stack
 from moezoo.parallel.held import use
 from moezoo.parallel.low_rank import with_dropout
 from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.parallel.weight_mover import WeightMover
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
 Collect = Callable[[Block, PyTree], PyTree]
@@ -149,8 +150,8 @@ def run_layers(
 ) -> LayersOutput:
     """Run layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
-    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`Execution.layer`). `first`
-    is the number of the first layer among all of the model.
+    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`WeightMover.layer`).
+    `first` is the number of the first layer among all of the model.
 
     | use | `cache`, `collect` | returns |
     |---|---|---|
@@ -191,7 +192,7 @@ def learn_stack(
     """
 
     def run(x: Array, block: Any, kept: Any, own: Context, *where: Any) -> tuple[Array, LayerSums | None]:
-        weights = execution.gather_weights(block, *where) if held is None else use(kept)
+        weights = WeightMover(execution).gather(block, *where) if held is None else use(kept)
         out = with_dropout(weights, block, own.dropout, execution.first_input)(x, own, execution)
         return out.x, out.sums
 
@@ -226,7 +227,7 @@ def _read_stack(
 
     def step(x: Array, period: Array) -> tuple[Array, tuple[PyTree, ...]]:
         collected = []
-        for kind, block in enumerate(execution.layer(stack.blocks, period)):
+        for kind, block in enumerate(WeightMover(execution).layer(stack.blocks, period)):
             past = None if cache is None else cache.past(number, kind, period)
             x, _, kept = block(x, prepared[kind], execution, past)
             collected.append(kept if collect is None else collect(block, kept))

@@ -40,6 +40,7 @@ from moezoo.parallel.mesh import STAGE
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.pipeline import Piped
 from moezoo.parallel.remat import rematerialise
+from moezoo.parallel.weight_mover import WeightMover
 
 
 class MicroBatches(NamedTuple):
@@ -227,7 +228,7 @@ def _held(blocks: PyTree, inside: MeshExecution) -> PyTree:
     """Return the gathered weights of all layers of a stage, held for many micro-batches."""
     chunks, depth = jax.tree.leaves(blocks)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks)
-    whole = lax.map(inside.gather_weights, flat)
+    whole = lax.map(WeightMover(inside).gather, flat)
     return hold(jax.tree.map(lambda x: x.reshape(chunks, depth, *x.shape[1:]), whole), inside.reduce_dtype)
 
 

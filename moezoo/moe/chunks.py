@@ -42,7 +42,7 @@ def run_experts(
     Each chunk is sent before the experts run on the previous one.
 
     Args:
-        experts: Those that run on this device (`Execution.gather_weights`).
+        experts: Those that run on this device (`WeightMover.gather`).
         tokens: This device's tokens.
         assignment: Their experts and gates.
         group: The devices that share experts.

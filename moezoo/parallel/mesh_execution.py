@@ -15,25 +15,20 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type
-from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
+from moezoo.parallel.axes import Axes, axes_of
 from moezoo.parallel.collectives import (
     InnerGroup,
-    gather_weight,
-    vary,
     varying_axes,
 )
 from moezoo.parallel.context_parallel import SequenceGroup
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.kernels import KernelOrder, Target, target_of
 from moezoo.parallel.mesh import STAGE
 from moezoo.parallel.pipeline import Piped
 from moezoo.parallel.placement import Placement
 from moezoo.parallel.rules import live
 from moezoo.parallel.sequence_order import balanced_order
-from moezoo.parallel.stacked import InStack, ReadInStack
-from moezoo.parallel.stored import Composed, Frozen, FrozenInStack, is_matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,16 +244,6 @@ class MeshExecution(Execution):
         mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         return mapped(*jax.device_put(arguments, laid_out))
 
-    def summed_axes(self, placement: Placement) -> tuple[str, ...]:
-        """Return the mesh axes that the gradient of a gathered parameter is summed over.
-
-        These are the axes along which devices use the parameter on different tokens: those that split tokens and, for
-        experts whose weights move, those that split experts. A strategy gives each of the latter's devices different
-        tokens, even where tokens are the same on all.
-        """
-        extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
-        return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
-
     def first_input(self, logical: str, count: int) -> jax.Array | int:
         """Return the number of the first of `count` inputs that this device has along an axis of a gathered weight."""
         return self._index(self.rules.kept(logical, self.sizes)) * count
@@ -281,74 +266,6 @@ class MeshExecution(Execution):
     def _index(self, axes: tuple[str, ...]) -> jax.Array | int:
         """Return this device's number along `axes`, inside `shard_map`; 0 without axes."""
         return jax.lax.axis_index(axes) if axes else 0
-
-    def gather_weights(self, module: PyTree, stack: PyTree = None, layer: jax.Array | None = None) -> PyTree:
-        """Return a layer's weights, in `dtype` and gathered as the rules require. Called just before a layer runs.
-
-        This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
-        is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,
-        in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`. With the
-        `stack` that the module is layer number `layer` of, experts that are not gathered become a `ReadInStack`.
-        """
-
-        arrays, rest = eqx.partition(module, eqx.is_array)
-        gathered = jax.tree.map(self._gather_weight, arrays, axes_of(arrays))
-        if stack is not None:
-            where = functools.partial(self._read_in_stack, layer)
-            gathered = jax.tree.map(where, gathered, axes_of(arrays), arrays, stack, is_leaf=is_stored)
-        return eqx.combine(gathered, rest, is_leaf=is_matrices)
-
-    def _read_in_stack(self, layer: Any, whole: Any, axes: Any, own: Any, stack: Any) -> Any:
-        if is_stored(whole) or axes.role is not Role.WEIGHT or axes.stacked != ("expert",):
-            return whole
-        placement = self.placement_of_part(axes, own)
-        if any(placement.gathered + placement.taken) or placement.entered:
-            return whole
-        return ReadInStack(part=whole, stack=stack, layer=layer, dtype=whole.dtype)
-
-    def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
-        placement = self.placement_of_part(axes, x)
-        dtype = x.dtype if axes.role in (Role.PART, Role.FROZEN) else self.dtype
-        if axes.role is Role.BUFFER:
-            dtype = jnp.promote_types(x.dtype, jnp.float32)
-        with jax.named_scope("weights"):
-            x = InnerGroup(placement.entered, reduce_dtype=self.reduce_dtype).enter_parameters(x)
-        dims, first = placement.gathered, placement.gathered_first
-        if first is not None:
-            x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
-        whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype, placement.taken)
-        return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
-
-    def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
-        """Return layer `index` of stacked blocks, for a forward pass without gradients.
-
-        Each array is as `gather_weights` returns it, except that a weight that is not gathered is an `InStack`, or a
-        `FrozenInStack`. The arrays of other containers are sliced, since their methods expect arrays.
-        """
-
-        def stays(x: jax.Array, axes: Axes) -> bool:
-            placement = self.placement_of_part(axes, x)
-            return not any(placement.gathered + placement.taken)
-
-        def field(x: Any, axes: Any) -> Any:
-            if isinstance(axes, Axes) and axes.is_matrix and stays(x, axes):
-                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
-            if isinstance(x, Composed):
-                return jax.tree.map(field, x, axes, is_leaf=lambda part: part is not x and is_stored(part))
-            if isinstance(x, Frozen) and all(jax.tree.leaves(jax.tree.map(stays, x, axes))):
-                return FrozenInStack(stack=x, layer=index, dtype=x.dtype)
-            sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
-            return jax.tree.map(self._gather_weight, sliced, axes)
-
-        return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=is_stored)
-
-    def vary_parameters(self, module: PyTree) -> PyTree:
-        """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.
-
-        Otherwise JAX sums the gradient of a replicated parameter over devices inside the backward loop, once per layer
-        and micro-step.
-        """
-        return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
 
 
 def on_mesh(execution: Execution) -> MeshExecution:

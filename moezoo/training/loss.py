@@ -22,6 +22,7 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.parallel.weight_mover import WeightMover
 
 # About so many logits are in memory at the same time: tokens of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
@@ -91,7 +92,7 @@ def score_tokens(
 ) -> TokenScores:
     """Return what `cross_entropy` sums, of each token of this device, with the same chunks and exchange of numbers."""
     unembedding, *chunks = _cut(model, hidden, labels, execution)
-    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
+    unembedding, group = WeightMover(execution).gather(unembedding), execution.inner_group("vocab")
 
     def score(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         nats, _, is_likeliest = _nats(unembedding(chunk[0]), chunk[1], group)
@@ -111,14 +112,14 @@ def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: MeshExec
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
     chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
     # Typed as varying here, so that the gradients of both are too.
-    unembedding, tokens = execution.vary_parameters((model.readout, chunks[0]))
+    unembedding, tokens = WeightMover(execution).vary((model.readout, chunks[0]))
     unembedding = eqx.tree_at(lambda u: u.norm, unembedding, group.enter_parameters(unembedding.norm))
     return unembedding, group.enter(tokens), chunks[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _cross_entropy(execution: MeshExecution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
-    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
+    unembedding, group = WeightMover(execution).gather(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
         return total + _nats(unembedding(chunk[0]), chunk[1], group)[0].sum(), None
@@ -133,7 +134,7 @@ def _forward(execution: MeshExecution, *primals: PyTree) -> tuple[Array, tuple[P
     stored, fixed = eqx.partition(unembedding, trained)
     group = execution.inner_group("vocab")
     learned, scatter, fixed = jax.vjp(
-        lambda own: eqx.partition(execution.gather_weights(eqx.combine(own, fixed)), trained), stored, has_aux=True
+        lambda own: eqx.partition(WeightMover(execution).gather(eqx.combine(own, fixed)), trained), stored, has_aux=True
     )
 
     def add(carry: tuple[Array, PyTree], chunk: tuple[Array, Array]) -> tuple[tuple[Array, PyTree], list[Array]]:

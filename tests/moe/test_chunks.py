@@ -24,6 +24,7 @@ from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.weight_mover import WeightMover
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 5
 F32 = jnp.dtype("float32")
@@ -75,7 +76,7 @@ def value_and_gradients(strategy: Dispatch, split: bool) -> Results:
 
     def local(moe: MoE, x: Any, valid: Any, cotangent: Any) -> Results:
         def objective(moe: MoE, x: Any) -> Any:
-            y, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
+            y, sums, routed = WeightMover(execution).gather(moe)(x, context_of(valid), execution)
             return y, (routed, sums.dropped)
 
         y, pull, (routed, dropped) = jax.vjp(objective, moe, x, has_aux=True)
@@ -115,7 +116,7 @@ def test_a_bound_is_one_of_each_chunk(strategy):
         execution = make_execution(strategy)
 
         def local(moe: MoE, x: Any, valid: Any) -> Any:
-            _, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
+            _, sums, routed = WeightMover(execution).gather(moe)(x, context_of(valid), execution)
             return routed, psum(sums.dropped, ("fsdp", "expert"))
 
         return jax.jit(mapped(local, execution, (execution.tokens_spec, PartitionSpec())))
@@ -147,7 +148,7 @@ def test_what_runs_between_sending_and_results(name):
     execution = make_execution(STRATEGIES[name](chunks=2))
 
     def local(moe: MoE, x: Any, valid: Any) -> Any:
-        return execution.gather_weights(moe)(x, context_of(valid), execution).y
+        return WeightMover(execution).gather(moe)(x, context_of(valid), execution).y
 
     program = jax.make_jaxpr(mapped(local, execution, execution.tokens_spec))(block(), X, VALID)
     if name not in SENDS:

@@ -13,6 +13,7 @@ from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.weight_mover import WeightMover
 
 OVER = ("expert",)
 EXCHANGED = {
@@ -50,7 +51,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return MoE(moe.router, execution.gather_weights(moe.experts))(x, context_of(valid), execution)[0]
+        return MoE(moe.router, WeightMover(execution).gather(moe.experts))(x, context_of(valid), execution)[0]
 
     rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)

@@ -25,6 +25,7 @@ from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import equations
+from moezoo.parallel.weight_mover import WeightMover
 
 FSDP_EP = compose("rules=fsdp_ep").rules
 
@@ -111,11 +112,11 @@ def test_gather_weights_casts_weights_and_never_buffers():
 
     def local(stored):
         assert stored.experts.shape == (2, 2, 8)
-        whole = execution.gather_weights(stored)
+        whole = WeightMover(execution).gather(stored)
         assert (whole.experts.shape, whole.experts.dtype) == ((2, 8, 8), jnp.bfloat16)
         assert whole.whole.dtype == jnp.bfloat16
         assert whole.buffer.dtype == jnp.float32
-        assert {varying_axes(x) for x in jax.tree.leaves(execution.vary_parameters(stored))} == {frozenset({"fsdp"})}
+        assert {varying_axes(x) for x in jax.tree.leaves(WeightMover(execution).vary(stored))} == {frozenset({"fsdp"})}
         return whole.experts.materialise("bfloat16")
 
     assert jax.eval_shape(mapped(local, execution), layer()).shape == (8, 8, 8)
@@ -134,7 +135,7 @@ def operations(remat):
 
     @execution.checkpoint
     def body(x, stored):
-        whole = execution.gather_weights(stored)
+        whole = WeightMover(execution).gather(stored)
         tokens = checkpoint_name(lax.all_gather(x, "fsdp", tiled=True), GATHERED_TOKENS)
         sizes = jnp.asarray((3, 5), jnp.int32)
         y = grouped_matmul(tokens, whole.experts, sizes, implementation="ragged_dot")

@@ -16,6 +16,7 @@ from moezoo.parallel.gathered import Gathered
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations
+from moezoo.parallel.weight_mover import WeightMover
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 STACK = jax.random.normal(KEYS[0], (3, 4, 5))
@@ -74,7 +75,7 @@ def test_experts_are_gathered_and_scattered_along_the_first_dimension():
 
     def local(experts):
         def total(experts):
-            return sum((x**3).sum() for x in jax.tree.leaves(execution.gather_weights(experts)))
+            return sum((x**3).sum() for x in jax.tree.leaves(WeightMover(execution).gather(experts)))
 
         return jax.grad(total)(experts)
 

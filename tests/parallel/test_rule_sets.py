@@ -25,6 +25,7 @@ from moezoo.parallel.mesh import STAGE, MeshShape, abstract_mesh
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import live
 from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.weight_mover import WeightMover
 from moezoo.training.build import build_step
 
 # By hand, major to minor, by letters: data, fsdp, expert (X), context, tensor. Experts compute split over what follows
@@ -173,7 +174,7 @@ def test_a_dimension_is_gathered_by_one_collective(name):
         for axes, shape in parameters(preset):
             placement = execution.placement(axes, shape)
             gathered = [dim for dim in placement.gathered if dim]
-            runs = [split_by_tokens(dim, execution.summed_axes(placement)) for dim in gathered]
+            runs = [split_by_tokens(dim, WeightMover(execution).summed_axes(placement)) for dim in gathered]
             assert [len(run) for run in runs] == [1] * len(gathered), (preset, mesh, axes)
             kept = set(placement.mesh_axes) - {axis for dim in gathered for axis in dim}
             stays = strategy.moves == "tokens" and "expert" in axes.names

@@ -306,6 +306,7 @@ from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step
 from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.weight_mover import WeightMover
 
 cfg = moezoo.compose("model=qwen3_moe", "mesh=fsdp8", "model.layers=3", "model.embed=512", "seq_len=256")
 step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, absent_devices("h200"))))
@@ -384,7 +385,7 @@ def test_devices_work_while_rows_travel():
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
     def local(moe, x, valid):
-        return execution.gather_weights(moe)(x, context_of(valid), execution).y
+        return WeightMover(execution).gather(moe)(x, context_of(valid), execution).y
 
     split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
