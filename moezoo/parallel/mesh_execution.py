@@ -16,10 +16,7 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type
 from moezoo.parallel.axes import Axes, axes_of
-from moezoo.parallel.collectives import (
-    InnerGroup,
-    varying_axes,
-)
+from moezoo.parallel.collectives import InnerGroup, varying_axes
 from moezoo.parallel.context_parallel import SequenceGroup
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.execution import Execution

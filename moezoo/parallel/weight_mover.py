@@ -36,7 +36,6 @@ class WeightMover:
         in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`. With the
         `stack` that the module is layer number `layer` of, experts that are not gathered become a `ReadInStack`.
         """
-
         arrays, rest = eqx.partition(module, eqx.is_array)
         gathered = jax.tree.map(self._gather_weight, arrays, axes_of(arrays))
         if stack is not None:

@@ -22,7 +22,7 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
 from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.traces import count_collectives, equations
 from moezoo.parallel.weight_mover import WeightMover
 
@@ -51,7 +51,7 @@ def block() -> MoE:
     return MoE(router, experts, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2]))
 
 
-def make_execution(strategy: Dispatch, split: bool = True) -> Execution:
+def make_execution(strategy: Dispatch, split: bool = True) -> MeshExecution:
     """A mesh of 2 x 2 devices: experts are split over the second axis, and tokens too unless not `split`."""
     mesh = auto_mesh(fsdp=2, expert=2)
     rules = Rules("r", {"expert": ("expert",)}, {"expert": ("expert",)}, ("fsdp", "expert")[: 1 + split], ())
@@ -59,7 +59,7 @@ def make_execution(strategy: Dispatch, split: bool = True) -> Execution:
     return on_mesh(Execution(mesh, rules, strategy, kernels=Kernels(grouped_matmul=("reference",))))
 
 
-def mapped(function: Any, execution: Execution, out: Any) -> Any:
+def mapped(function: Any, execution: MeshExecution, out: Any) -> Any:
     """`function(block, x, valid, ...)`, with arrays split as tokens are, as a function of whole arrays."""
     split = execution.tokens_spec
 

@@ -9,7 +9,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.build import build_execution
-from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.sequence_order import balanced_order
 
 
@@ -33,7 +33,7 @@ def test_a_length_that_is_not_divisible(length, fitting):
         balanced_order(length, 8)
 
 
-def execution(*overrides: str) -> moezoo.Execution:
+def execution(*overrides: str) -> MeshExecution:
     """Return the execution of the laptop-sized Mixtral, or another model."""
     return on_mesh(build_execution(moezoo.compose("batch_size=8", "seq_len=16", *overrides)))
 

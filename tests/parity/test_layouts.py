@@ -14,7 +14,7 @@ import moezoo
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import AdamW, Cosine, Optimizer
-from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.training.step import Metrics
 
 # As in `test_step_parity`, where it is explained.
@@ -23,7 +23,7 @@ MIXTRAL = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch")
 DEEPSEEK = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
 
 
-def execution(rules: str, strategy: str, context_parallel: str = "gather", **axes: Any) -> moezoo.Execution:
+def execution(rules: str, strategy: str, context_parallel: str = "gather", **axes: Any) -> MeshExecution:
     """Return an execution under shipped rules, which replaces that of a `Case`; with `ring` in balanced order."""
     mesh, layout = moezoo.make_mesh(moezoo.MeshShape(**axes)), moezoo.compose(f"rules={rules}").rules
     how = moezoo.Execution(

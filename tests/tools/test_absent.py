@@ -35,7 +35,9 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Interval, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.remat import rematerialise
+from moezoo.parallel.weight_mover import WeightMover
 from moezoo.tools.absent import ABSENT, absent_devices
 from moezoo.tools.compiling import compile_for, memory_of
 from moezoo.training.build import build_step
@@ -305,8 +307,6 @@ from moezoo.profiling.hlo import read_computations
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training.build import build_step
-from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.weight_mover import WeightMover
 
 cfg = moezoo.compose("model=qwen3_moe", "mesh=fsdp8", "model.layers=3", "model.embed=512", "seq_len=256")
 step = build_step(cfg, build_execution(cfg, mesh_of(cfg.mesh, absent_devices("h200"))))
