@@ -31,9 +31,10 @@ from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.kernels.grouped_matmul import Backend, chosen_backend, gated
 from moezoo.models import build_model
 from moezoo.nn.activation import SWIGLU
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import KernelOrder, Kernels, Target, anywhere, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of
+from moezoo.parallel.mesh_execution import place
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 # The most roundings that count as agreement. Sums are in float32, so a kernel in bfloat16 rounds its results; of two

@@ -30,8 +30,8 @@ from moezoo.generation.generate import generate, round_up
 from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.parallel.axes import count_parameters
-from moezoo.parallel.execution import place
 from moezoo.parallel.mesh import start
+from moezoo.parallel.mesh_execution import place
 from moezoo.tools.parity.peer import load_peer
 from moezoo.tools.sharding.describe import describe
 

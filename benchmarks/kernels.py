@@ -30,6 +30,7 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target, anywhere, device_target
 from moezoo.parallel.mesh import start
+from moezoo.parallel.mesh_execution import on_mesh
 
 Routing = Literal["uniform", "zipf"]
 
@@ -198,7 +199,7 @@ def layer_operands(shape: Shape, routing: Routing, dtype: Any) -> tuple[tuple, t
 
 def run_layer(execution: Execution, x: jax.Array, block: MoE, context: Context) -> jax.Array:
     """Return the result of an MoE block."""
-    return block(x, context, execution).y
+    return block(x, context, on_mesh(execution)).y
 
 
 def layer(shape: Shape, routing: Routing, dtype: Any) -> Iterator[Named]:

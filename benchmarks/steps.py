@@ -19,6 +19,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, load, train_batches
 from moezoo.errors import UserError
 from moezoo.parallel.mesh import start
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.build import build_state, build_step
@@ -31,7 +32,7 @@ class Running:
     """A compiled step, its state, and the results of its updates."""
 
     def __init__(self, cfg: TrainConfig):
-        self.execution = build_execution(cfg)
+        self.execution = on_mesh(build_execution(cfg))
         # The execution has resolved a mesh axis of -1.
         self.cfg = cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **self.execution.sizes))
         self.step = build_step(cfg, self.execution)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.results import Column, Panel, Report, Row, Table, points, ratio, split, spread
 from benchmarks.steps import Running, Turns, overrides
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.tools.cost import expert_rows
 
 
@@ -43,7 +43,7 @@ def _row(mesh: str, dispatch: str, settings: str, done: Running) -> Row:
     }
 
 
-def _sharing(execution: Execution) -> int:
+def _sharing(execution: MeshExecution) -> int:
     """Return the number of devices that share the assignments of a batch."""
     return execution.ways(tuple({*execution.token_axes, *execution.rules.compute.get("expert", ())}))
 

@@ -26,7 +26,9 @@ from moezoo.parallel.axes import Embedding, Stack, Weight
 from moezoo.parallel.collectives import ALONE, InnerGroup
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.stored import Stored
+from moezoo.parallel.weight_mover import WeightMover
 
 
 class TokenEmbedding(eqx.Module):
@@ -131,16 +133,16 @@ class LanguageModel(eqx.Module):
         return model
 
     @jax.named_scope("embedding")
-    def embed(self, tokens: Int[Array, "batch seq"], execution: Execution) -> Float[Array, "batch seq embed"]:
+    def embed(self, tokens: Int[Array, "batch seq"], execution: MeshExecution) -> Float[Array, "batch seq embed"]:
         """Return the activations of tokens."""
-        return execution.gather_weights(self.embedding)(tokens, execution.inner_group("vocab"))
+        return WeightMover(execution).gather(self.embedding)(tokens, execution.inner_group("vocab"))
 
     @jax.named_scope("layers")
     def layers(
         self,
         x: Float[Array, "batch seq embed"],
         context: Context,
-        execution: Execution,
+        execution: MeshExecution,
         cache: Cache | None = None,
         collect: Collect | None = None,
     ) -> LayersOutput:
@@ -148,9 +150,11 @@ class LanguageModel(eqx.Module):
         return run_layers(self.stacks, x, context, execution, cache, collect)
 
     @jax.named_scope("head")
-    def head(self, hidden: Float[Array, "batch seq embed"], execution: Execution) -> Float[Array, "batch seq vocab"]:
+    def head(
+        self, hidden: Float[Array, "batch seq embed"], execution: MeshExecution
+    ) -> Float[Array, "batch seq vocab"]:
         """Return the logits of activations, of this device's part of the vocabulary."""
-        return execution.gather_weights(self.readout)(hidden)
+        return WeightMover(execution).gather(self.readout)(hidden)
 
     def __call__(
         self,
@@ -180,9 +184,9 @@ class LanguageModel(eqx.Module):
         tokens = as_integers("tokens", tokens)
         self._check_numbers(tokens, segments, positions)
         tokens = jnp.asarray(tokens, jnp.int32)
-        execution = execution.in_turn
-        check_tokens(tokens.shape[0], tokens.shape[1], execution)
-        execution = choose_dispatch(self.stacks, tokens.shape[0], tokens.shape[1], execution, "evaluate")
+        here = on_mesh(execution.in_turn)
+        check_tokens(tokens.shape[0], tokens.shape[1], here)
+        here = choose_dispatch(self.stacks, tokens.shape[0], tokens.shape[1], here, "evaluate")
         order = "contiguous" if segments is None and positions is None else None
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if positions is None:
@@ -190,18 +194,18 @@ class LanguageModel(eqx.Module):
         positions = jnp.asarray(positions, jnp.int32)
 
         def local(model: LanguageModel, tokens: Array, coordinates: Coordinates) -> Output:
-            context = make_context(coordinates, execution, order)
-            out = model.layers(model.embed(tokens, execution), context, execution)
+            context = make_context(coordinates, here, order)
+            out = model.layers(model.embed(tokens, here), context, here)
             assert out.sums is not None
-            routing = reduce_routing(out.sums, model.routing_config, execution.batch_axes, execution.sequence_axes)
-            return Output(model.head(out.x, execution), routing)
+            routing = reduce_routing(out.sums, model.routing_config, here.batch_axes, here.sequence_axes)
+            return Output(model.head(out.x, here), routing)
 
         coordinates = Coordinates(positions, segments)
-        split: Any = execution.tokens_spec
-        logits: Any = PartitionSpec(*split, execution.inner_group("vocab").axes or None)
-        specs = (execution.specs(self), split, Coordinates(split, split))
+        split: Any = here.tokens_spec
+        logits: Any = PartitionSpec(*split, here.inner_group("vocab").axes or None)
+        specs = (here.specs(self), split, Coordinates(split, split))
         replicated: Any = PartitionSpec()
-        return execution.run(local, (self, tokens, coordinates), specs, Output(logits, replicated))
+        return here.run(local, (self, tokens, coordinates), specs, Output(logits, replicated))
 
     def _check_numbers(self, tokens: Any, segments: Any, positions: Any) -> None:
         """Check the arrays of a call and the numbers that are known; at padding there may be any."""
@@ -224,7 +228,7 @@ class LanguageModel(eqx.Module):
 def check_tokens(
     batch: int,
     length: int,
-    execution: Execution,
+    execution: MeshExecution,
     *,
     batch_key: str = "batch",
     parts: Mapping[str, int] = MappingProxyType({}),

@@ -20,7 +20,7 @@ from moezoo.nn.base import FeedForward, Mixer
 from moezoo.nn.cache import Past
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 class LayerOutput(NamedTuple):
@@ -45,7 +45,7 @@ class Block(eqx.Module):
     after_feed_forward_norm: RMSNorm | None = None
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> LayerOutput:
         """Run the layer. Its weights are gathered already. With a `past`, see `run_layers`."""
         with jax.named_scope("attention"):

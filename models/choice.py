@@ -25,20 +25,21 @@ from moezoo.moe.experts import Experts
 from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.collectives import vary, vary_like
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import no_context_mesh
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
+from moezoo.parallel.weight_mover import WeightMover
 
 
 def choose_dispatch(
     stacks: tuple[Stack, ...],
     rows: int,
     length: int,
-    execution: Execution,
+    execution: MeshExecution,
     call: CallName,
     trained: PyTree | None = None,
-) -> Execution:
+) -> MeshExecution:
     """Return `execution` with a strategy in place of a choice; an execution with a strategy is returned as it is.
 
     All layers with experts of a model have the same sizes, so the first of them decides.
@@ -80,7 +81,7 @@ def compare_strategies(
     stacks: tuple[Stack, ...],
     rows: int,
     length: int,
-    execution: Execution,
+    execution: MeshExecution,
     call: CallName,
     trained: PyTree | None = None,
 ) -> Compared:
@@ -122,7 +123,7 @@ class ExpertLayer(NamedTuple):
     length: int
     differentiated: bool
 
-    def traffic(self, execution: Execution, dispatch: Dispatch) -> TrafficTable:
+    def traffic(self, execution: MeshExecution, dispatch: Dispatch) -> TrafficTable:
         """Return the collectives of a strategy: gathers of weights, dispatch, combine, and the gradients of all three.
 
         Only sizes are read, so this works while JAX traces the call. Results are remembered.
@@ -149,7 +150,7 @@ def expert_layer(
 
 
 @functools.lru_cache(maxsize=1024)
-def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
+def _traffic(layer: ExpertLayer, execution: MeshExecution) -> TrafficTable:
     """Trace the experts of a layer as a step runs them: gathered, rematerialised, differentiated."""
     assert execution.mesh is not None
     group, inner, live = execution.expert_group(layer.num_experts), execution.inner_group("mlp"), execution.live_axes
@@ -157,10 +158,10 @@ def _traffic(layer: ExpertLayer, execution: Execution) -> TrafficTable:
     trained = jax.tree.unflatten(layer.structure, layer.trained)
 
     def local(experts: Experts, x: Array, assignment: Assignment, back: Array) -> Array:
-        learned, fixed = eqx.partition(execution.vary_parameters(experts), trained)
+        learned, fixed = eqx.partition(WeightMover(execution).vary(experts), trained)
 
         def run(x: Array, gates: Array, learned: Experts) -> Array:
-            whole = execution.gather_weights(eqx.combine(learned, fixed))
+            whole = WeightMover(execution).gather(eqx.combine(learned, fixed))
             return run_experts(whole, x, Assignment(assignment.expert_ids, gates), group, execution)[0]
 
         # Cast before anything is differentiated: sums over devices that share the width are not the strategy's.

@@ -22,9 +22,10 @@ from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.held import use
 from moezoo.parallel.low_rank import with_dropout
+from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.parallel.weight_mover import WeightMover
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
 Collect = Callable[[Block, PyTree], PyTree]
@@ -142,15 +143,15 @@ def run_layers(
     stacks: tuple[Stack, ...],
     x: Float[Array, "batch seq embed"],
     context: Context,
-    execution: Execution,
+    execution: MeshExecution,
     cache: Cache | None = None,
     collect: Collect | None = None,
     first: int = 0,
 ) -> LayersOutput:
     """Run layers, with one scan per stack. A layer's weights are gathered inside the scan, just before it runs.
 
-    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`Execution.layer`). `first`
-    is the number of the first layer among all of the model.
+    With a `cache` or `collect` nothing is differentiated, and weights stay in their stack (`WeightMover.layer`).
+    `first` is the number of the first layer among all of the model.
 
     | use | `cache`, `collect` | returns |
     |---|---|---|
@@ -177,7 +178,7 @@ def run_layers(
 
 
 def learn_stack(
-    stack: Stack, x: Array, context: Context, execution: Execution, first: Array | int, held: PyTree = None
+    stack: Stack, x: Array, context: Context, execution: MeshExecution, first: Array | int, held: PyTree = None
 ) -> tuple[Array, tuple[LayerSums | None, ...]]:
     """Run the layers of a stack in training; return activations, and the routing sums of each kind of layer.
 
@@ -191,7 +192,7 @@ def learn_stack(
     """
 
     def run(x: Array, block: Any, kept: Any, own: Context, *where: Any) -> tuple[Array, LayerSums | None]:
-        weights = execution.gather_weights(block, *where) if held is None else use(kept)
+        weights = WeightMover(execution).gather(block, *where) if held is None else use(kept)
         out = with_dropout(weights, block, own.dropout, execution.first_input)(x, own, execution)
         return out.x, out.sums
 
@@ -216,7 +217,7 @@ def _read_stack(
     stack: Stack,
     x: Array,
     context: Context,
-    execution: Execution,
+    execution: MeshExecution,
     number: int,
     cache: Cache | None,
     collect: Collect | None,
@@ -226,7 +227,7 @@ def _read_stack(
 
     def step(x: Array, period: Array) -> tuple[Array, tuple[PyTree, ...]]:
         collected = []
-        for kind, block in enumerate(execution.layer(stack.blocks, period)):
+        for kind, block in enumerate(WeightMover(execution).layer(stack.blocks, period)):
             past = None if cache is None else cache.past(number, kind, period)
             x, _, kept = block(x, prepared[kind], execution, past)
             collected.append(kept if collect is None else collect(block, kept))
@@ -235,7 +236,7 @@ def _read_stack(
     return jax.lax.scan(step, x, jnp.arange(stack.count))
 
 
-def _prepared(stack: Stack, context: Context, execution: Execution) -> list[Context]:
+def _prepared(stack: Stack, context: Context, execution: MeshExecution) -> list[Context]:
     """Return the context of each kind of layer."""
     for mixer in (block.attention for block in stack.blocks):
         if execution.sequence_axes and not mixer.splits_sequences:

@@ -9,11 +9,11 @@ from jaxtyping import PyTree
 from moezoo.models.base import LanguageModel
 from moezoo.models.working_set import Term, of_one, weights_of
 from moezoo.parallel.axes import axes_of
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.pipeline import Piped
 
 
-def stage_weights(model: LanguageModel, trained: PyTree | None, execution: Execution) -> tuple[Term, ...]:
+def stage_weights(model: LanguageModel, trained: PyTree | None, execution: MeshExecution) -> tuple[Term, ...]:
     """Return the weights that a device holds for its stage during a pass, besides its part of the parameters.
 
     Args:
@@ -43,7 +43,7 @@ def stage_weights(model: LanguageModel, trained: PyTree | None, execution: Execu
     )
 
 
-def _moved(model: LanguageModel, piped: Piped, execution: Execution) -> Iterator[int]:
+def _moved(model: LanguageModel, piped: Piped, execution: MeshExecution) -> Iterator[int]:
     """Yield the bytes of each array of a stage, split as within it."""
     stack, inside = model.stacks[piped.stack], execution.within_stage
     layers = piped.periods // piped.stages

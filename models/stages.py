@@ -35,11 +35,12 @@ from moezoo.parallel.axes import Role, Stack, axes_of
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.held import hold
 from moezoo.parallel.mesh import STAGE
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.pipeline import Piped
 from moezoo.parallel.remat import rematerialise
+from moezoo.parallel.weight_mover import WeightMover
 
 
 class MicroBatches(NamedTuple):
@@ -61,7 +62,7 @@ def run_stages(
     x: Float[Array, "own batch seq embed"],
     own: MicroBatches,
     dropout: Dropout | None,
-    execution: Execution,
+    execution: MeshExecution,
     config: RoutingConfig,
 ) -> tuple[Float[Array, "own batch seq embed"], Routing]:
     """Run all layers on the micro-batches of all stages.
@@ -108,7 +109,7 @@ def run_stages(
     return x, _routing(found, sum(row is not None for row in rows), execution, config)
 
 
-def _own_layers(stack: Stack, piped: Piped, execution: Execution) -> tuple[PyTree, tuple[Stack, ...]]:
+def _own_layers(stack: Stack, piped: Piped, execution: MeshExecution) -> tuple[PyTree, tuple[Stack, ...]]:
     """Return the blocks of this stage, arrays [chunks, depth, ...], and the layers left that do not run in stages."""
     chunks, stages, depth = piped.chunks, piped.stages, piped.depth
 
@@ -130,7 +131,12 @@ def _own_layers(stack: Stack, piped: Piped, execution: Execution) -> tuple[PyTre
 
 
 def _each_micro_batch(
-    stacks: tuple[Stack, ...], x: Array, own: MicroBatches, dropout: Dropout | None, execution: Execution, first: int
+    stacks: tuple[Stack, ...],
+    x: Array,
+    own: MicroBatches,
+    dropout: Dropout | None,
+    execution: MeshExecution,
+    first: int,
 ) -> tuple[Array, LayerSums | None]:
     """Run whole layers on one own micro-batch after the other; return activations and sums [own, layers, ...]."""
 
@@ -165,7 +171,7 @@ def _run_ticks(
     x: Float[Array, "own batch seq embed"],
     own: MicroBatches,
     dropout: Dropout | None,
-    execution: Execution,
+    execution: MeshExecution,
     piped: Piped,
     first: int,
 ) -> tuple[Array, list[LayerSums | None]]:
@@ -218,11 +224,11 @@ def _run_ticks(
     return last.done, [None if one is None else jax.tree.map(by_micro, one) for one in sums]
 
 
-def _held(blocks: PyTree, inside: Execution) -> PyTree:
+def _held(blocks: PyTree, inside: MeshExecution) -> PyTree:
     """Return the gathered weights of all layers of a stage, held for many micro-batches."""
     chunks, depth = jax.tree.leaves(blocks)[0].shape[:2]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), blocks)
-    whole = lax.map(inside.gather_weights, flat)
+    whole = lax.map(WeightMover(inside).gather, flat)
     return hold(jax.tree.map(lambda x: x.reshape(chunks, depth, *x.shape[1:]), whole), inside.reduce_dtype)
 
 
@@ -236,7 +242,7 @@ def _put(x: Array, index: Array | int, entry: Array, where: Array) -> Array:
     return lax.dynamic_update_index_in_dim(x, entry, index, 0, allow_negative_indices=False)
 
 
-def _routing(found: list[_Sums], layers: int, execution: Execution, config: RoutingConfig) -> Routing:
+def _routing(found: list[_Sums], layers: int, execution: MeshExecution, config: RoutingConfig) -> Routing:
     """Return the routing of all layers over all micro-batches, of which each device has some."""
     inside = execution.within_stage
     flat = [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), each.sums) for each in found]

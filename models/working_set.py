@@ -22,7 +22,7 @@ from moezoo.nn.latent_attention import LatentAttention
 from moezoo.nn.mlp import MLP
 from moezoo.parallel.axes import Role
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.remat import REMAT
 
 
@@ -51,7 +51,7 @@ class Weights(NamedTuple):
     turned: int
 
 
-def weights_of(module: PyTree, trained: PyTree, execution: Execution) -> Weights:
+def weights_of(module: PyTree, trained: PyTree, execution: MeshExecution) -> Weights:
     """Return the weights of `module`: the shapes of one layer, whole. `trained` is a tree of booleans like it."""
     itemsize, width = jnp.dtype(execution.dtype).itemsize, jnp.dtype(execution.reduce_dtype).itemsize
     found = []
@@ -77,12 +77,12 @@ def is_modelled(block: Block) -> bool:
     return isinstance(block.attention, Attention | LatentAttention) and isinstance(block.feed_forward, MoE | MLP)
 
 
-def stream(tokens: int, embed: int, execution: Execution) -> int:
+def stream(tokens: int, embed: int, execution: MeshExecution) -> int:
     """Return the bytes of the activations between two layers, T d numbers: what `remat=full` saves of a layer."""
     return tokens * embed * jnp.dtype(execution.dtype).itemsize
 
 
-def forward_terms(block: Block, execution: Execution, tokens: int, backend: str) -> tuple[Term, ...]:
+def forward_terms(block: Block, execution: MeshExecution, tokens: int, backend: str) -> tuple[Term, ...]:
     """Return what a forward pass without gradients holds in a layer; weights aside, arguments as `backward_moments`."""
     itemsize = jnp.dtype(execution.dtype).itemsize
     kept, _ = _attention(block.attention, execution)
@@ -97,7 +97,7 @@ def forward_terms(block: Block, execution: Execution, tokens: int, backend: str)
 
 
 def backward_moments(
-    block: Block, trained: Block, execution: Execution, tokens: int, backend: str
+    block: Block, trained: Block, execution: MeshExecution, tokens: int, backend: str
 ) -> dict[str, tuple[Term, ...]]:
     """Return the moments of the backward pass of a layer at which much is held: name -> terms.
 
@@ -155,7 +155,7 @@ def _gradients(weights: Weights) -> tuple[Term, ...]:
     )
 
 
-def _attention(mixer: Mixer, execution: Execution) -> tuple[int, int]:
+def _attention(mixer: Mixer, execution: MeshExecution) -> tuple[int, int]:
     """Return the numbers per token that attention keeps for its backward pass, and those of the gradients there."""
     devices, heads = execution.ways(execution.sequence_axes), execution.inner_group("heads").size
     gathers = devices > 1 and isinstance(context_parallel(execution), GatherKept)
@@ -205,7 +205,7 @@ _LATER = _Rows(2, 2)
 
 
 def _feed_forward(
-    part: FeedForward, execution: Execution, tokens: int, each: _Rows, back: bool
+    part: FeedForward, execution: MeshExecution, tokens: int, each: _Rows, back: bool
 ) -> tuple[int, int, int]:
     """Return the bytes of rows of experts, of rows on their way, and of what is beside them."""
     itemsize, inner = jnp.dtype(execution.dtype).itemsize, execution.inner_group("mlp").size

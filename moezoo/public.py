@@ -15,9 +15,10 @@ from moezoo.hub.loading import from_pretrained
 from moezoo.hub.saving import save_pretrained
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models import build_model
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, cpu_devices, make_mesh
+from moezoo.parallel.mesh_execution import place
 from moezoo.parallel.rules import Rules
 from moezoo.training.evaluate import Evaluation, evaluate
 from moezoo.training.harness import LmEval

@@ -189,7 +189,7 @@ def attend(
         operands: Queries, keys, values, their coordinates, and the window.
         scale: The factor of scores.
         sinks: An extra score per query head, for a value of zero. The log-sum-exp includes it.
-        implementation: A backend's name, or the order that `Execution.kernel` gives; None for the default.
+        implementation: A backend's name, or the order that `MeshExecution.kernel` gives; None for the default.
 
     Returns:
         The result and the log-sum-exp of scores. A query that sees no key has result 0 and, without sinks, log-sum-exp

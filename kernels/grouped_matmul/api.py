@@ -198,7 +198,7 @@ def grouped_matmul(
         weights: One matrix per group, or a container that stands for them; in the dtype of `rows`. For a `Frozen`,
             `blocked` is the default everywhere, because the other backends make the whole stack.
         group_sizes: The rows per group, integers, 0 included. Their sum is at most the number of rows.
-        implementation: A backend's name, or the order that `Execution.kernel` gives. None for the default of the
+        implementation: A backend's name, or the order that `MeshExecution.kernel` gives. None for the default of the
             platform that the program is compiled for.
 
     Returns:

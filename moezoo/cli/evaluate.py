@@ -25,6 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.config.build import build_execution
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
+    from moezoo.parallel.mesh_execution import on_mesh
     from moezoo.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     if keys.tasks is not None:
         return evaluate_tasks(keys, changes)
     cfg = configure_text(keys, changes)
-    execution = build_execution(cfg)
+    execution = on_mesh(build_execution(cfg))
     use, source = load_text(keys, cfg, changes)  # before the model, which may take long to load
     model = load_model(keys, changes, execution)
     use_cache(cfg.cache_dir, execution.mesh)

@@ -139,6 +139,7 @@ class Generator:
 
         from moezoo.generation.generate import calls
         from moezoo.models.choice import compare_strategies
+        from moezoo.parallel.mesh_execution import on_mesh
         from moezoo.training.report import choice_lines
 
         request, (model, execution, tokenizer, _) = self._request, self.loaded
@@ -146,7 +147,7 @@ class Generator:
         mask = np.array([[False] * (length - len(text)) + [True] * len(text) for text in texts])
         ids = np.zeros(mask.shape, np.int32)
         ids[mask] = np.concatenate(texts)
-        here, sizes = execution.exact.for_rows(len(texts)), calls(len(texts), length)
+        here, sizes = on_mesh(execution.exact).for_rows(len(texts)), calls(len(texts), length)
         compared: dict[Any, Any] = {
             call: compare_strategies(model.stacks, *size, here, call) for call, size in sizes.items()
         }

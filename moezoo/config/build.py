@@ -28,6 +28,7 @@ from moezoo.nn.few_bits import cut_pieces, has_few_bits
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, STAGE, abstract_mesh, has_started, make_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.rules import Rules, live
 from moezoo.typed import convert, show
 
@@ -115,14 +116,15 @@ def build_execution(
     check_sizes(cfg.model, mesh)
     try:
         execution = _lay_out(cfg, mesh)
+        here = on_mesh(execution)
         if batches == "configured":
-            _check_batches(cfg, execution)
+            _check_batches(cfg, here)
     except UserError as error:
         raise UserError(f"{error}{_advise(cfg, mesh, batches)}") from None
-    if runs and (why := cfg.dispatch.refusal(execution.expert_group(cfg.model.experts))):
+    if runs and (why := cfg.dispatch.refusal(here.expert_group(cfg.model.experts))):
         raise UserError(f"dispatch={name_in(cfg.dispatch)}: {why}")
     if batches == "configured":
-        check_batch(cfg, execution)
+        check_batch(cfg, here)
     return execution
 
 
@@ -142,7 +144,8 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         routing=cfg.execution.routing,
         pipeline=cfg.execution.pipeline if mesh.shape.get(STAGE, 1) > 1 else None,
     )
-    if how != "gather" and not execution.sequence_axes:
+    laid_out = on_mesh(execution)
+    if how != "gather" and not laid_out.sequence_axes:
         here = "split no sequence; choose rules=fsdp_ep mesh.context=2"
         if names := cfg.rules.sequence:
             here = f"split sequences over {show(names)}, one device here; set mesh.{names[0]}=2"
@@ -150,18 +153,18 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
             f"execution.context_parallel={name_in(how)} has nothing to pass around: rules "
             f"{cfg.rules.name} {here} or more, or execution.context_parallel=gather"
         )
-    axes, num_experts = live(cfg.rules.store.get("expert", ()), execution.sizes), cfg.model.experts
-    if num_experts % (ways := execution.ways(axes)):
-        split = " x ".join(f"mesh.{axis}={execution.sizes[axis]}" for axis in axes)
+    axes, num_experts = live(cfg.rules.store.get("expert", ()), laid_out.sizes), cfg.model.experts
+    if num_experts % (ways := laid_out.ways(axes)):
+        split = " x ".join(f"mesh.{axis}={laid_out.sizes[axis]}" for axis in axes)
         raise UserError(
             f"{split} splits experts {ways} ways but model.experts={num_experts} (rules.store.expert={show(axes)}); "
             f"choose a mesh whose {' x '.join(axes)} divides {num_experts}"
         )
-    execution.specs(blueprint_on(cfg, execution).shapes)
+    laid_out.specs(blueprint_on(cfg, execution).shapes)
     return execution
 
 
-def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
+def _check_batches(cfg: TrainConfig, execution: MeshExecution) -> None:
     if cfg.seq_len > (limit := cfg.model.longest).tokens:
         others = "" if limit.why else " or raise the maximum"
         raise UserError(f"seq_len={cfg.seq_len} exceeds {limit}; shorten it{others}")
@@ -184,7 +187,7 @@ def _check_batches(cfg: TrainConfig, execution: Execution) -> None:
         )
 
 
-def _other_cuts(cfg: TrainConfig, execution: Execution) -> str:
+def _other_cuts(cfg: TrainConfig, execution: MeshExecution) -> str:
     """Where the mesh does not split a batch evenly, name fewer parts that do, and what splits it."""
     rows, odd = divmod(cfg.batch_size, execution.ways(execution.batch_axes))
     if not odd and rows % cfg.micro_batches == 0:
@@ -260,7 +263,7 @@ def _fits(cfg: TrainConfig, sizes: Mapping[str, int], batches: Batches) -> bool:
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **sizes))
         execution = _lay_out(cfg, abstract_mesh(cfg.mesh))
         if batches == "configured":
-            _check_batches(cfg, execution)
+            _check_batches(cfg, on_mesh(execution))
     except UserError:
         return False
     return True

@@ -10,8 +10,8 @@ from moezoo.config.settings import TrainConfig
 from moezoo.models import ModelConfig
 from moezoo.models.working_set import stream
 from moezoo.parallel.axes import count_parameters
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 def check_sizes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -21,7 +21,7 @@ def check_sizes(model: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     check_devices(what, least // mesh.size, mesh, "choose smaller sizes")
 
 
-def check_batch(cfg: TrainConfig, execution: Execution) -> None:
+def check_batch(cfg: TrainConfig, execution: MeshExecution) -> None:
     """Refuse a batch of which token ids, and the activations of one micro-step between two layers, do not fit.
 
     A stage has the activations of its micro-batches twice, of those that wait and of those that are done.
@@ -35,7 +35,7 @@ def check_batch(cfg: TrainConfig, execution: Execution) -> None:
     check_devices(what, 4 * 4 * tokens + activations, execution.mesh, advice)
 
 
-def check_arrays(cfg: TrainConfig, model: PyTree, needed: int, execution: Execution | None, *more: str) -> None:
+def check_arrays(cfg: TrainConfig, model: PyTree, needed: int, execution: MeshExecution | None, *more: str) -> None:
     """Refuse a model, arrays or shapes, that does not fit into the devices of `execution`, or into JAX's first one.
 
     `needed` are the bytes per device, and `more` is what they hold beside the parameters.

@@ -25,8 +25,9 @@ from moezoo.nn.positions import Context
 from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import gather, psum, vary
 from moezoo.parallel.context_parallel import Coordinates
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import check_precision
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
 from moezoo.parallel.traffic import CallName
 from moezoo.typed import Range, convert
 
@@ -45,7 +46,7 @@ def prefill(
     tokens: Int[Array, "batch seq"],
     at: Coordinates,
     length: int,
-    execution: Execution,
+    execution: MeshExecution,
 ) -> Advanced:
     """Read prompts inside `shard_map` (or on one device); the cache has room for `length` tokens per row.
 
@@ -65,7 +66,7 @@ def decode(
     tokens: Int[Array, "batch 1"],
     at: Coordinates,
     cache: Cache,
-    execution: Execution,
+    execution: MeshExecution,
 ) -> Advanced:
     """Read one more token of each row, inside `shard_map` or on one device."""
     cache = cache.add_token(at)
@@ -73,7 +74,7 @@ def decode(
     return Advanced(_last_logits(model, x, execution), cache.advance(fresh))
 
 
-def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execution: Execution) -> Array:
+def _last_logits(model: LanguageModel, x: Float[Array, "batch seq embed"], execution: MeshExecution) -> Array:
     """Return the logits [batch, vocab] after the last token: one all-gather over the devices that share the vocabulary.
 
     The result does not vary over these, so they choose the same token.
@@ -203,9 +204,9 @@ def _ask(
     tokens, valid, stops = _check_prompts(model, ids, mask, max_new_tokens, eos_token_id)
     if sampling.temperature > 0 and key is None:
         raise UserError(f"temperature={sampling.temperature} draws at random and needs key=jax.random.key(SEED)")
-    execution = execution.exact.in_turn.for_rows(len(tokens))
-    if execution.mesh is not None:
-        model = place(cut_pieces(model, execution), execution)
+    how = on_mesh(execution).exact.in_turn.for_rows(len(tokens))
+    if how.mesh is not None:
+        model = place(cut_pieces(model, how), how)
 
     # Lengths are rounded up (padding on the left, unused room on the right), so few programs are compiled.
     width, room = round_up(tokens.shape[1]), round_up(max_new_tokens)
@@ -218,7 +219,7 @@ def _ask(
         jnp.asarray(stops, jnp.int32),
         _threefry(jax.random.key(0) if key is None else key),
     )
-    return _Asked(model, prompts, continuation(model, width, room, sampling, execution, rows=len(tokens)))
+    return _Asked(model, prompts, continuation(model, width, room, sampling, how, rows=len(tokens)))
 
 
 def _threefry(key: Array) -> Array:
@@ -308,8 +309,8 @@ class Continuation:
     length: int
     room: int
     sampling: Sampling
-    prefill: Execution
-    decode: Execution
+    prefill: MeshExecution
+    decode: MeshExecution
 
     def begin(self, model: LanguageModel, prompts: Prompts) -> Continued:
         """Read the prompts and choose their first token."""
@@ -365,14 +366,14 @@ class Continuation:
         )
 
 
-def _state_spec(kept: Kept, execution: Execution) -> PartitionSpec:
+def _state_spec(kept: Kept, execution: MeshExecution) -> PartitionSpec:
     """Return the layout of an array [layer, batch, ...] of a state."""
     inner = (execution.rules.kept(logical, execution.sizes) or None for logical in kept.sizes)
     return PartitionSpec(None, execution.batch_axes or None, *inner)
 
 
 def continuation(
-    model: LanguageModel, length: int, room: int, sampling: Sampling, execution: Execution, *, rows: int
+    model: LanguageModel, length: int, room: int, sampling: Sampling, execution: MeshExecution, *, rows: int
 ) -> Continuation:
     """Return how `rows` prompts of `length` tokens are continued; reading and writing may use two strategies."""
     chosen = (choose_dispatch(model.stacks, *n, execution, call) for call, n in calls(rows, length).items())

@@ -49,6 +49,7 @@ from moezoo.parallel.axes import Role, is_stored
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.fetch import fetch
 from moezoo.parallel.low_rank import LowRank, is_low_rank, without_pairs
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.typed import convert, show
 
 _BASE = "base_sha256"  # the entry of the file's metadata with the hash of the folder that the adapter is for
@@ -445,7 +446,7 @@ def load_adapter(
         here = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: here, shapes)
     else:
-        shardings = execution.shardings(shapes)
+        shardings = on_mesh(execution).shardings(shapes)
 
     def fill(path: Any, pair: Any, base: Any, shardings: Any) -> Any:
         if not is_low_rank(pair):

@@ -42,6 +42,7 @@ from moezoo.nn.few_bits import FewBits, cut_pieces
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.typed import show
 
 _THREADS = 4
@@ -103,7 +104,7 @@ def from_pretrained(
             shardings = jax.tree.map(lambda _: here, shapes)
         else:
             shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), shapes)
-            shardings = execution.shardings(shapes)
+            shardings = on_mesh(execution).shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
     model = _load_everywhere(load, where, mesh, upcycle)
@@ -158,7 +159,7 @@ def load_as(
             shardings = jax.tree.map(lambda _: here, wanted)
         else:
             chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
-            shardings = jax.tree.map(chosen, wanted, execution.shardings(shapes), is_leaf=lambda x: x is None)
+            shardings = jax.tree.map(chosen, wanted, on_mesh(execution).shardings(shapes), is_leaf=lambda x: x is None)
         return _load(opened, Found(wanted, both, unused), shardings, mesh)
 
     return _load_everywhere(load, folder, mesh, upcycle)

@@ -14,7 +14,7 @@ from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.dropout import read_numbers, take_numbers
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 def for_group(dispatch: Dispatch | None, group: ExpertGroup) -> Dispatch:
@@ -34,7 +34,7 @@ def run_experts(
     tokens: Float[Array, "tokens embed"],
     assignment: Assignment,
     group: ExpertGroup,
-    execution: Execution,
+    execution: MeshExecution,
     alongside: Callable[[], Array | None] = lambda: None,
 ) -> tuple[Float[Array, "tokens embed"], Int[Array, ""], Array | None]:
     """Bring tokens to their experts and back, in the chunks of the execution's strategy.
@@ -42,7 +42,7 @@ def run_experts(
     Each chunk is sent before the experts run on the previous one.
 
     Args:
-        experts: Those that run on this device (`Execution.gather_weights`).
+        experts: Those that run on this device (`WeightMover.gather`).
         tokens: This device's tokens.
         assignment: Their experts and gates.
         group: The devices that share experts.

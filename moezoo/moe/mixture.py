@@ -15,7 +15,7 @@ from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import vary, varying_axes
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 class MoE(FeedForward):
@@ -28,7 +28,9 @@ class MoE(FeedForward):
     experts: Experts
     shared: MLP | None = None
 
-    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
+    ) -> FeedForwardOutput:
         """Return each token's sum over its experts times their gates, plus the shared MLP. Padding is not routed.
 
         Routed and shared experts return partial results of the same devices, so one sum over devices serves both.

@@ -24,7 +24,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.stored import Stored
 
 # What a norm of queries and keys is computed over.
@@ -117,7 +117,7 @@ class Attention(Mixer):
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> MixerOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence keys and values travel."""
         group = execution.inner_group("heads")

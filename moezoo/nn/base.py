@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from moezoo.nn.cache import Past, State
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 class MixerOutput(NamedTuple):
@@ -49,7 +49,7 @@ class Mixer(eqx.Module):
 
     @abc.abstractmethod
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> MixerOutput:
         """Mix these tokens, or with a `past` the tokens in it and this one.
 
@@ -101,7 +101,9 @@ class FeedForward(eqx.Module):
     """
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
+    ) -> FeedForwardOutput:
         """Return the partial result of this device's part of the width.
 
         At padding (`context.queries.segment` 0) results are not used and nothing is counted.

@@ -17,7 +17,7 @@ from moezoo.parallel.context_parallel import (
     SplitOperands,
     in_order,
 )
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GatherKept(ContextParallel):
 CONTEXT_PARALLEL: dict[str, type[ContextParallel]] = {"gather": GatherKept, "ring": RotateKept}
 
 
-def context_parallel(execution: Execution) -> ContextParallel:
+def context_parallel(execution: MeshExecution) -> ContextParallel:
     """Return the execution's context parallelism, by default `gather`."""
     return execution.context_parallel or GatherKept()
 

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 from moezoo.errors import UserError
 from moezoo.parallel.axes import axes_of
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.roles import Axes, Role
 from moezoo.parallel.stored import Frozen
 from moezoo.typed import show
@@ -299,12 +300,14 @@ def cut_pieces(model: Any, execution: Execution) -> Any:
     For shapes instead of arrays, use `jax.eval_shape`.
     """
 
+    here = on_mesh(execution)
+
     def cut(x: Any, axes: Any) -> Any:
         if not isinstance(x, FewBits):
             return x
         scale, sizes = x.scale, x.shape
-        for dim, mesh_axes in enumerate(execution.placement(axes.scale, scale.shape).stored):
-            pieces, ways = scale.shape[dim], execution.ways(mesh_axes)
+        for dim, mesh_axes in enumerate(here.placement(axes.scale, scale.shape).stored):
+            pieces, ways = scale.shape[dim], here.ways(mesh_axes)
             if pieces % ways and sizes[dim] % ways == 0:
                 length = math.gcd(sizes[dim] // pieces, sizes[dim] // ways)
                 scale = jnp.repeat(scale, sizes[dim] // length // pieces, axis=dim)

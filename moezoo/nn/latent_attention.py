@@ -31,7 +31,7 @@ from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
 from moezoo.parallel.dropout import read_numbers, take_numbers
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.stored import Stored
 
 name_sizes(q_lora_out="model.q_lora", kv_lora_out="model.kv_lora + model.rope_dim")
@@ -127,7 +127,7 @@ class LatentAttention(Mixer):
         self.out = normal(keys[5], (heads, value, embed), out_std * (heads * value) ** -0.5, dtype)
 
     def __call__(
-        self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution, past: Past | None = None
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> MixerOutput:
         """Attend to these tokens, or with a `past` to all tokens in it. On a split sequence latents travel."""
         group = execution.inner_group("heads")

@@ -10,7 +10,7 @@ from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.linear import normal, project
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Weight
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 
 
 class MLP(FeedForward):
@@ -37,7 +37,9 @@ class MLP(FeedForward):
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "batch seq embed"], context: Context, execution: Execution) -> FeedForwardOutput:
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
+    ) -> FeedForwardOutput:
         """Apply the MLP to each token, padding included."""
         del context
         x = execution.inner_group("mlp").enter(x)

@@ -8,7 +8,7 @@ from moezoo.kernels.attention.intervals import intervals
 from moezoo.nn.context_parallel import context_parallel
 from moezoo.parallel.context_parallel import BothCoordinates, Chunks, Coordinates, Interval, in_order
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_chunks
 
 
@@ -41,7 +41,7 @@ class Context(eqx.Module):
 
 
 @jax.named_scope("positions")
-def make_context(queries: Coordinates, execution: Execution, order: SequenceOrder | None = None) -> Context:
+def make_context(queries: Coordinates, execution: MeshExecution, order: SequenceOrder | None = None) -> Context:
     """Return the context of a forward pass. All layers share it.
 
     Args:

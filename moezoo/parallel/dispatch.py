@@ -8,7 +8,7 @@ A layer runs its experts between two calls:
     back = strategy.combine(experts(there.tokens, there.gates, there.plan), there.state, group)
 
 `Dispatch.moves` decides which experts run on a device. Where tokens move, they are the device's own E/P experts. Where
-weights move, they are all E experts, which `Execution.gather_weights` has gathered with the layer's other weights.
+weights move, they are all E experts, which `WeightMover.gather` has gathered with the layer's other weights.
 
 A strategy is exact if `back` is, for each token, the sum of the results of its K experts times their gates, for every
 P. The strategies are in `moezoo.moe.dispatch`.

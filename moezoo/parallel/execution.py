@@ -1,41 +1,28 @@
-"""How a model runs, as one immutable value. The model does not contain it; every call takes it as `execution=`."""
+"""How a model runs, as one immutable value. The model does not contain it; every call takes it as `execution=`.
+
+| value | what it is |
+|---|---|
+| `Execution` | what users set |
+| `moezoo.parallel.mesh_execution.MeshExecution` | what follows for one mesh: sizes, axes, groups, placements |
+| `moezoo.parallel.weight_mover.WeightMover` | what moves weights to where layers compute |
+"""
 
 import contextlib
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
-from moezoo.errors import UserError, check_type
-from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
-from moezoo.parallel.collectives import (
-    InnerGroup,
-    gather_weight,
-    vary,
-    varying_axes,
-)
-from moezoo.parallel.context_parallel import ContextParallel, SequenceGroup
-from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
-from moezoo.parallel.gathered import Gathered
-from moezoo.parallel.kernels import ANY_BACKEND, Keep, KernelOrder, Kernels, Target, target_of
-from moezoo.parallel.mesh import STAGE
-from moezoo.parallel.pipeline import Circular, Piped
-from moezoo.parallel.placement import Placement
+from moezoo.errors import UserError
+from moezoo.parallel.context_parallel import ContextParallel
+from moezoo.parallel.dispatch import Dispatch, DispatchChoice
+from moezoo.parallel.kernels import ANY_BACKEND, Keep, Kernels
+from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.remat import REMAT, Remat, rematerialise
-from moezoo.parallel.rules import Rules, live
-from moezoo.parallel.sequence_order import SequenceOrder, balanced_order
-from moezoo.parallel.stacked import InStack, ReadInStack
-from moezoo.parallel.stored import Composed, Frozen, FrozenInStack, is_matrices
+from moezoo.parallel.rules import Rules
+from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.typed import check_fields, convert, show
 
 # The rules of a model that runs without a mesh.
@@ -80,10 +67,6 @@ class Execution:
         routing: Whether the router chooses experts.
         pipeline: How micro-batches pass through the stages of a mesh, in training and evaluation. None: stages only
             store weights, and each runs all layers, one after the other, on the same tokens.
-        in_stage: Whether the layers of a stage run: then its devices alone share weights and tokens. Set by
-            `within_stage`.
-        rows_over: The mesh axes that split the batch, in place of those in the rules; sequences are then whole. Set by
-            `for_rows`.
 
     Raises:
         UserError: The mesh has an axis of more than one device that the rules do not name, tokens are split over some
@@ -102,8 +85,6 @@ class Execution:
     kernels: Kernels = ANY_BACKEND
     routing: RoutingChoice = "learned"
     pipeline: Circular | None = None
-    in_stage: bool = False
-    rows_over: tuple[str, ...] | None = None
 
     def __post_init__(self):
         if not isinstance(self.dispatch, DispatchChoice | None):
@@ -124,155 +105,27 @@ class Execution:
             )
         for key in ("dtype", "reduce_dtype"):
             object.__setattr__(self, key, check_dtype(key, getattr(self, key)))
-        if self.mesh is not None:
-            for axis, size in self.mesh.shape.items():
-                if size > 1 and axis not in self.rules.mesh_axes:
-                    raise UserError(
-                        f"mesh.{axis}={size} but rules {self.rules.name} name no axis '{axis}', so its {size} devices "
-                        f"would all do the same; set mesh.{axis}=1 or name it in the rules"
-                    )
-        experts, tokens = self.expert_axes, self.token_axes
-        split, whole = (tuple(axis for axis in experts if (axis in tokens) is inside) for inside in (True, False))
-        if split and whole:
-            raise UserError(
-                f"rules {self.rules.name}: experts stay split over {show(experts)} (rules.compute.expert), and tokens "
-                f"are split over {show(split)} of these but not over {show(whole)}; name all of them in rules.batch "
-                "and rules.sequence, or none"
-            )
+        sizes = {} if self.mesh is None else self.mesh.shape
+        self.rules.check_mesh(sizes)
         # An axis of this name that only stores weights is no mistake where weights move.
         moves_tokens = isinstance(self.dispatch, Dispatch) and self.dispatch.moves == "tokens"
-        if not experts and self.sizes.get("expert", 1) > 1 and moves_tokens:
+        if not self.rules.kept("expert", sizes) and sizes.get("expert", 1) > 1 and moves_tokens:
             raise UserError(
-                f"mesh.expert={self.sizes['expert']} but rules {self.rules.name} keep experts split over none of its "
+                f"mesh.expert={sizes['expert']} but rules {self.rules.name} keep experts split over none of its "
                 f"devices (rules.compute.expert={show(self.rules.compute.get('expert', ()))}), and the strategy "
                 f"{type(self.dispatch).__name__} moves tokens only between devices with different experts; set "
                 "rules.store.expert=[expert] rules.compute.expert=[expert], or dispatch=gather, which moves weights"
             )
 
-    @functools.cached_property
-    def sizes(self) -> dict[str, int]:
-        """Mesh axis -> the number of devices along it, in a stage those of the stage; empty without a mesh."""
-        sizes = {} if self.mesh is None else self.mesh.shape
-        return {axis: size for axis, size in sizes.items() if not (self.in_stage and axis == STAGE)}
-
     @property
-    def stages(self) -> int:
-        """The number of stages that micro-batches pass through; 1 without a pipeline."""
-        return self.ways((STAGE,)) if self.pipeline is not None else 1
-
-    @property
-    def stage_axes(self) -> tuple[str, ...]:
-        """The mesh axis along which stages split micro-batches, outside of the layers that are piped."""
-        return (STAGE,) if self.stages > 1 else ()
-
-    @property
-    def within_stage(self) -> "Execution":
-        """The execution of layers that are piped; the same one without a pipeline."""
-        return dataclasses.replace(self, in_stage=self.in_stage or self.stages > 1)
-
-    @property
-    def in_turn(self) -> "Execution":
+    def in_turn(self) -> Self:
         """The execution in which all devices run all layers, as calls of a model and generation do."""
         return dataclasses.replace(self, pipeline=None)
 
     @property
-    def micro_batches(self) -> int:
-        """The micro-batches that pass through the stages at once; 1 without a pipeline."""
-        return 1 if self.pipeline is None or self.stages == 1 else self.pipeline.count(self.stages)
-
-    def ways(self, axes: tuple[str, ...]) -> int:
-        """Return the number of devices along all of `axes` together."""
-        return math.prod(self.sizes.get(axis, 1) for axis in axes)
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the batch."""
-        return live(self.rules.batch if self.rows_over is None else self.rows_over, self.sizes)
-
-    @property
-    def sequence_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the sequence; context parallelism runs over these."""
-        return live(self.rules.sequence if self.rows_over is None else (), self.sizes)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split tokens: `stage_axes`, `batch_axes`, then `sequence_axes`."""
-        return self.stage_axes + self.batch_axes + self.sequence_axes
-
-    @property
-    def expert_axes(self) -> tuple[str, ...]:
-        """The mesh axes that experts stay split over while they compute."""
-        return self.rules.kept("expert", self.sizes)
-
-    @property
-    def live_axes(self) -> tuple[str, ...]:
-        """The mesh axes of more than one device."""
-        return live(tuple(self.sizes), self.sizes)
-
-    @property
-    def tokens_spec(self) -> PartitionSpec:
-        """The layout of an array [batch, seq, ...]."""
-        return PartitionSpec(self.batch_axes or None, self.sequence_axes or None)
-
-    @property
-    def micro_batches_spec(self) -> PartitionSpec:
-        """The layout of an array [micro-batches, batch, seq, ...]."""
-        return PartitionSpec(self.stage_axes or None, *self.tokens_spec)
-
-    def token_order(self, length: int) -> np.ndarray:
-        """Return the index of each token in the order in which devices get sequences of `length` tokens.
-
-        Raises:
-            UserError: The order does not divide `length`.
-        """
-        devices = self.ways(self.sequence_axes)
-        return (
-            balanced_order(length, devices) if devices > 1 and self.sequence_order == "balanced" else np.arange(length)
-        )
-
-    @property
-    def exact(self) -> "Execution":
+    def exact(self) -> Self:
         """The same execution with a strategy that drops nothing. Evaluation and generation use it."""
         return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact)
-
-    def for_rows(self, rows: int) -> "Execution":
-        """Return the execution for a batch of `rows` whole sequences, split over the most devices that divide it.
-
-        Devices along the other axes repeat the same computation, except the experts' work, which they always share.
-        """
-        expert_axes = set(self.expert_axes)
-        fitting = [
-            axes
-            for count in range(len(self.token_axes) + 1)
-            for axes in itertools.combinations(self.token_axes, count)
-            if rows % self.ways(axes) == 0 and expert_axes & set(axes) in (set(), expert_axes)
-        ]
-        return dataclasses.replace(self, rows_over=max(fitting, key=self.ways))
-
-    def expert_group(self, num_experts: int) -> ExpertGroup:
-        """Return the devices that share one set of `num_experts` experts."""
-        axes = self.expert_axes
-        replicated = not set(axes) <= set(self.token_axes)
-        return ExpertGroup(axes, self.ways(axes), num_experts, replicated, self.target)
-
-    def inner_group(self, logical: Literal["heads", "mlp", "vocab"]) -> InnerGroup:
-        """Return the devices that share an inner dimension; `heads` includes `kv_heads`, and `mlp` `expert_mlp`."""
-        axes = self.rules.kept(logical, self.sizes)
-        return InnerGroup(axes, self.ways(axes), self.reduce_dtype)
-
-    @property
-    def sequence_group(self) -> SequenceGroup:
-        """The devices that share sequences."""
-        return SequenceGroup(self.sequence_axes, self.ways(self.sequence_axes), self.token_axes, self.sequence_order)
-
-    @functools.cached_property
-    def target(self) -> Target | None:
-        """What programs are compiled for: as the mesh describes it, not this machine. None if it names no device."""
-        return target_of(self.mesh)
-
-    def kernel(self, name: Literal["grouped_matmul", "attention"]) -> KernelOrder:
-        """Return the argument `implementation` for calls of a kernel."""
-        return KernelOrder(getattr(self.kernels, name), self.target)
 
     @property
     def keep(self) -> Keep:
@@ -294,191 +147,6 @@ class Execution:
         dispatch = self.dispatch
         return dispatch is None or (isinstance(dispatch, Dispatch) and dispatch.moves == "weights")
 
-    def placement(self, axes: Axes, shape: tuple[int, ...], by_layer: bool = False) -> Placement:
-        """Return where a parameter with these axes and this global shape is stored, and how its layer gathers it.
-
-        `by_layer`: whether each stage stores its own layers of it.
-        """
-        return self._placement(axes, self.rules.shared(axes, shape, self.sizes), by_layer)
-
-    def placement_of_part(self, axes: Axes, x: jax.Array) -> Placement:
-        """Return the placement of a parameter of which `x` is this device's part.
-
-        Key-value heads are shared if `x` does not vary over the axes that they should stay split over.
-        """
-        is_split = set(self.rules.kept("kv_heads", self.sizes)) <= varying_axes(x)
-        return self._placement(axes, () if is_split else ("kv_heads",))
-
-    def _placement(self, axes: Axes, shared: tuple[str, ...], by_layer: bool = False) -> Placement:
-        whole = ("expert",) if self.moves_weights else ()
-        return self.rules.placement(axes, self.sizes, whole=whole, shared=shared, by_layer=by_layer)
-
-    def piped(self, module: PyTree) -> Piped | None:
-        """Return which layers of a model run in stages; None without stages, and for a module without layers.
-
-        Raises:
-            UserError: The model has too few layers.
-        """
-        if self.pipeline is None or self.stages == 1:
-            return None
-        return self.pipeline.piped(module, self.stages, bool(self.rules.store.get("layer")))
-
-    def placements(self, module: PyTree) -> PyTree:
-        """Return the tree of `module` with a `Placement` in place of every array or array shape.
-
-        Raises:
-            UserError: The rules cannot lay out an array on this mesh.
-        """
-
-        piped = self.piped(module)
-        apart = f"{piped.path}." if piped is not None and piped.by_layer else None
-
-        def leaf(path: Any, x: Any, axes: Axes) -> Placement:
-            name = jax.tree_util.keystr(path)
-            placement = self.placement(axes, x.shape, apart is not None and name.startswith(apart))
-            self.rules.check_parameter(name, placement, x.shape, self.sizes)
-            return placement
-
-        arrays = eqx.filter(module, lambda x: isinstance(x, jax.Array | jax.ShapeDtypeStruct))
-        return jax.tree_util.tree_map_with_path(leaf, arrays, axes_of(arrays))
-
-    def specs(self, module: PyTree) -> PyTree:
-        """Return the tree of `module` with a `PartitionSpec` in place of every array. Raises as `placements` does."""
-        return jax.tree.map(lambda placement: placement.spec, self.placements(module))
-
-    def shardings(self, module: PyTree) -> PyTree:
-        """Return `specs` as `NamedSharding`s on this execution's mesh. Raises as `placements` does."""
-        assert self.mesh is not None
-        return jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(module))
-
-    def run(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
-        """Run `function` on each device's parts of `arguments`, in any layout; without a mesh, on the arguments.
-
-        Args:
-            function: The function, which runs inside `shard_map`.
-            arguments: Trees of arrays.
-            in_specs: The layout of each argument: a `PartitionSpec`, or a tree of them.
-            out_specs: The layout of the result.
-
-        Raises:
-            UserError: There is no mesh, and an array is split over explicit axes of one.
-        """
-        if self.mesh is None:
-            # An operation on arrays that are split over explicit axes may raise one of JAX's errors.
-            for kind in map(jax.typeof, jax.tree.leaves(arguments)):
-                if any(kind.sharding.spec):
-                    raise UserError(
-                        f"an array {kind} is split over axes of mesh.axis_types=explicit, and there is no execution; "
-                        "pass execution=moezoo.execution(cfg), or move the model to one device: moezoo.place(model, "
-                        "moezoo.Execution())"
-                    )
-            return function(*arguments)
-        # Axes of type Explicit require that arrays arrive in these layouts; with Auto, JAX would move them silently.
-        laid_out = jax.tree.map(functools.partial(NamedSharding, self.mesh), in_specs)
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-        return mapped(*jax.device_put(arguments, laid_out))
-
-    def summed_axes(self, placement: Placement) -> tuple[str, ...]:
-        """Return the mesh axes that the gradient of a gathered parameter is summed over.
-
-        These are the axes along which devices use the parameter on different tokens: those that split tokens and, for
-        experts whose weights move, those that split experts. A strategy gives each of the latter's devices different
-        tokens, even where tokens are the same on all.
-        """
-        extra = self.expert_axes if self.moves_weights and "expert" in placement.axes.names else ()
-        return self.token_axes + tuple(axis for axis in extra if axis not in self.token_axes)
-
-    def first_input(self, logical: str, count: int) -> jax.Array | int:
-        """Return the number of the first of `count` inputs that this device has along an axis of a gathered weight."""
-        return self._index(self.rules.kept(logical, self.sizes)) * count
-
-    def first_micro_batch(self, own: int) -> jax.Array | int:
-        """Return the number of the first of the `own` micro-batches of a step that this device has."""
-        return self._index(self.stage_axes) * own
-
-    def token_numbers(self, rows: int, tokens: int) -> jax.Array:
-        """Return int32 [rows, tokens], which number the tokens of this device among those of all devices.
-
-        The token at place p of row r, of rows of n tokens, has number r n + p, in whatever order devices have them.
-        """
-        length = tokens * self.ways(self.sequence_axes)
-        first = self._index(self.sequence_axes) * tokens
-        places = jax.lax.dynamic_slice_in_dim(jnp.asarray(self.token_order(length), jnp.int32), first, tokens)
-        row = self._index(self.batch_axes) * rows + jax.lax.iota(jnp.int32, rows)
-        return row[:, None] * length + places[None]
-
-    def _index(self, axes: tuple[str, ...]) -> jax.Array | int:
-        """Return this device's number along `axes`, inside `shard_map`; 0 without axes."""
-        return jax.lax.axis_index(axes) if axes else 0
-
-    def gather_weights(self, module: PyTree, stack: PyTree = None, layer: jax.Array | None = None) -> PyTree:
-        """Return a layer's weights, in `dtype` and gathered as the rules require. Called just before a layer runs.
-
-        This is the only place where weights are gathered; see `collectives.gather_weight` for the collectives. A buffer
-        is not gathered and keeps at least float32. A container stays a container: its arrays are gathered one by one,
-        in their own dtypes. Experts that are cut along a dimension of their matrices become a `Gathered`. With the
-        `stack` that the module is layer number `layer` of, experts that are not gathered become a `ReadInStack`.
-        """
-
-        arrays, rest = eqx.partition(module, eqx.is_array)
-        gathered = jax.tree.map(self._gather_weight, arrays, axes_of(arrays))
-        if stack is not None:
-            where = functools.partial(self._read_in_stack, layer)
-            gathered = jax.tree.map(where, gathered, axes_of(arrays), arrays, stack, is_leaf=is_stored)
-        return eqx.combine(gathered, rest, is_leaf=is_matrices)
-
-    def _read_in_stack(self, layer: Any, whole: Any, axes: Any, own: Any, stack: Any) -> Any:
-        if is_stored(whole) or axes.role is not Role.WEIGHT or axes.stacked != ("expert",):
-            return whole
-        placement = self.placement_of_part(axes, own)
-        if any(placement.gathered + placement.taken) or placement.entered:
-            return whole
-        return ReadInStack(part=whole, stack=stack, layer=layer, dtype=whole.dtype)
-
-    def _gather_weight(self, x: jax.Array, axes: Axes) -> jax.Array | Gathered:
-        placement = self.placement_of_part(axes, x)
-        dtype = x.dtype if axes.role in (Role.PART, Role.FROZEN) else self.dtype
-        if axes.role is Role.BUFFER:
-            dtype = jnp.promote_types(x.dtype, jnp.float32)
-        with jax.named_scope("weights"):
-            x = InnerGroup(placement.entered, reduce_dtype=self.reduce_dtype).enter_parameters(x)
-        dims, first = placement.gathered, placement.gathered_first
-        if first is not None:
-            x, dims = jnp.moveaxis(x, first, 0), (dims[first], *dims[:first], *dims[first + 1 :])
-        whole = gather_weight(x, dims, self.summed_axes(placement), dtype, self.reduce_dtype, placement.taken)
-        return whole if first is None else Gathered(values=whole, dim=first, dtype=whole.dtype)
-
-    def layer(self, blocks: PyTree, index: jax.Array) -> PyTree:
-        """Return layer `index` of stacked blocks, for a forward pass without gradients.
-
-        Each array is as `gather_weights` returns it, except that a weight that is not gathered is an `InStack`, or a
-        `FrozenInStack`. The arrays of other containers are sliced, since their methods expect arrays.
-        """
-
-        def stays(x: jax.Array, axes: Axes) -> bool:
-            placement = self.placement_of_part(axes, x)
-            return not any(placement.gathered + placement.taken)
-
-        def field(x: Any, axes: Any) -> Any:
-            if isinstance(axes, Axes) and axes.is_matrix and stays(x, axes):
-                return InStack(stack=x, layer=index, dtype=jnp.dtype(self.dtype))
-            if isinstance(x, Composed):
-                return jax.tree.map(field, x, axes, is_leaf=lambda part: part is not x and is_stored(part))
-            if isinstance(x, Frozen) and all(jax.tree.leaves(jax.tree.map(stays, x, axes))):
-                return FrozenInStack(stack=x, layer=index, dtype=x.dtype)
-            sliced = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), x)
-            return jax.tree.map(self._gather_weight, sliced, axes)
-
-        return jax.tree.map(field, blocks, axes_of(blocks), is_leaf=is_stored)
-
-    def vary_parameters(self, module: PyTree) -> PyTree:
-        """Cast parameters to vary over all axes that split tokens. Call it once, before layers are scanned.
-
-        Otherwise JAX sums the gradient of a replicated parameter over devices inside the backward loop, once per layer
-        and micro-step.
-        """
-        return jax.tree.map(lambda x: vary(x, self.token_axes) if eqx.is_array(x) else x, module)
-
     def checkpoint(self, layer: Any) -> Any:
         """Wrap `layer`, whose first argument is its input, in the rematerialisation of `remat`."""
         return rematerialise(layer, self.remat)
@@ -491,17 +159,3 @@ def check_dtype(key: str, value: Any, choices: Any = DType) -> jnp.dtype:
         with contextlib.suppress(TypeError):
             name = jnp.dtype(value).name
     return jnp.dtype(convert(choices, name, key))
-
-
-def place(model: PyTree, execution: Execution) -> PyTree:
-    """Return a copy of `model` in the layout of `execution`, from any layout.
-
-    Raises:
-        UserError: The rules cannot lay out an array on the mesh, or an argument has another type.
-    """
-    check_type("model", model, eqx.Module, "give a model, such as moezoo.build_model returns")
-    check_type("execution", execution, Execution, "write moezoo.execution(cfg)")
-    if execution.mesh is None:
-        # Moved to a device instead of a sharding, an array of explicit axes would keep their type.
-        return jax.device_put(model, SingleDeviceSharding(jax.devices()[0]))
-    return jax.device_put(model, execution.shardings(model))

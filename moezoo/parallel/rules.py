@@ -190,6 +190,28 @@ class Rules:
         axes = live(self.store.get(logical, ()), sizes)
         return axes if by_layer == (logical == _LAYER) else tuple(axis for axis in axes if axis != STAGE)
 
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """Refuse a mesh, mesh axis -> number of devices, on which devices would compute the same or miss experts.
+
+        Raises:
+            UserError: An axis of more than one device is not named here, or tokens are split over some of the axes that
+                experts are split over.
+        """
+        for axis, size in sizes.items():
+            if size > 1 and axis not in self.mesh_axes:
+                raise UserError(
+                    f"mesh.{axis}={size} but rules {self.name} name no axis '{axis}', so its {size} devices "
+                    f"would all do the same; set mesh.{axis}=1 or name it in the rules"
+                )
+        experts, tokens = self.kept("expert", sizes), (*self.batch, *self.sequence)
+        split, whole = (tuple(axis for axis in experts if (axis in tokens) is inside) for inside in (True, False))
+        if split and whole:
+            raise UserError(
+                f"rules {self.name}: experts stay split over {show(experts)} (rules.compute.expert), and tokens "
+                f"are split over {show(split)} of these but not over {show(whole)}; name all of them in rules.batch "
+                "and rules.sequence, or none"
+            )
+
     def check_parameter(
         self, name: str, placement: Placement, shape: tuple[int, ...], sizes: Mapping[str, int]
     ) -> None:

@@ -20,7 +20,7 @@ class Stored(eqx.Module):
     """The base class of containers. A field declared `Weight` may hold one in place of an array.
 
     A subclass declares arrays, or further containers, as fields. Each array is laid out by its own axes, gathered in
-    its own dtype (`Execution.gather_weights`), and trained only where a filter selects it. Its leading dimensions are
+    its own dtype (`WeightMover.gather`), and trained only where a filter selects it. Its leading dimensions are
     the stacked axes of the declaration, with `layer` inside a `Stack`.
 
     Layers pass a container only to `project`, `contract` and `grouped_matmul`, so they do not depend on how weights are

@@ -20,9 +20,9 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
 from moezoo.models.stage_set import stage_weights
 from moezoo.nn.cache import Cache
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.training.build import build_step
 from moezoo.training.evaluate import make_sums
@@ -44,7 +44,7 @@ class Call(NamedTuple):
         trace: A function that returns the traced program.
     """
 
-    execution: Execution
+    execution: MeshExecution
     rows: int
     length: int
     logits: int
@@ -59,16 +59,17 @@ class Call(NamedTuple):
         return self.rows // execution.ways(execution.batch_axes), self.length // execution.ways(execution.sequence_axes)
 
 
-def _parameters(model: LanguageModel, execution: Execution) -> dict[str, int]:
+def _parameters(model: LanguageModel, execution: MeshExecution) -> dict[str, int]:
     return {"parameters": local_bytes(model, execution.placements(model))}
 
 
-def _local_vocab(cfg: TrainConfig, execution: Execution) -> int:
+def _local_vocab(cfg: TrainConfig, execution: MeshExecution) -> int:
     return cfg.model.vocab // execution.inner_group("vocab").size
 
 
 def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
-    rows, execution = cfg.batch_size // cfg.micro_batches, build_execution(cfg, mesh or abstract_mesh(cfg.mesh))
+    rows = cfg.batch_size // cfg.micro_batches
+    execution = on_mesh(build_execution(cfg, mesh or abstract_mesh(cfg.mesh)))
     execution = choose_dispatch(blueprint.shapes.stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
     tokens = execution.micro_batches * rows * cfg.seq_len // execution.ways(execution.token_axes)
     logits = chunk_rows(tokens, _local_vocab(cfg, execution), execution.target)
@@ -78,7 +79,7 @@ def _train(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) 
 
 
 def _evaluate(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None) -> Call:
-    model, execution = blueprint.shapes, build_execution(cfg, mesh or abstract_mesh(cfg.mesh)).exact
+    model, execution = blueprint.shapes, on_mesh(build_execution(cfg, mesh or abstract_mesh(cfg.mesh)).exact)
     rows = cfg.batch_size // execution.micro_batches
     execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution, "evaluate")
     tokens = jax.ShapeDtypeStruct((execution.micro_batches, rows, cfg.seq_len), jnp.int32)
@@ -108,8 +109,8 @@ def _decode(cfg: TrainConfig, blueprint: Blueprint, mesh: AnyMesh | None = None)
 
 
 class _Generation(NamedTuple):
-    prefill: Execution
-    decode: Execution
+    prefill: MeshExecution
+    decode: MeshExecution
     begin: Callable[..., Any]
     advance: Callable[..., Any]
     arguments: tuple[PyTree, ...]
@@ -123,7 +124,7 @@ def _generation(cfg: TrainConfig, model: LanguageModel, mesh: AnyMesh | None) ->
             f"choose at most {limit.tokens - 1}"
         )
     execution = build_execution(cfg, mesh or abstract_mesh(cfg.mesh), batches="any")
-    execution = execution.exact.in_turn.for_rows(cfg.batch_size)
+    execution = on_mesh(execution.exact.in_turn).for_rows(cfg.batch_size)
     how = continuation(model, cfg.seq_len, round_up(1), Sampling(), execution, rows=cfg.batch_size)
     programs, prompts = how.programs(model), prompt_shapes(cfg.batch_size, cfg.seq_len)
     return _Generation(how.prefill, how.decode, programs.begin, programs.advance, (model, prompts))

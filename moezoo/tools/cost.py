@@ -16,6 +16,7 @@ from moezoo.models.choice import choose_dispatch, expert_layer, weight_bytes
 from moezoo.moe.chunks import layer_rows
 from moezoo.moe.dispatch import Dispatch, DispatchChoice, Gather
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
@@ -67,7 +68,7 @@ def break_even(
         UserError: Nothing moves on this mesh, or `dispatch` moves weights.
     """
     config = _replace_parts(config, mesh, rules, dispatch)
-    execution = build_execution(config, abstract_mesh(config.mesh), batches="any")
+    execution = on_mesh(build_execution(config, abstract_mesh(config.mesh), batches="any"))
     strategy = config.dispatch
     split = execution.expert_group(config.model.experts).axes
     if not (isinstance(strategy, Dispatch) and strategy.moves == "tokens" and split):
@@ -94,7 +95,7 @@ def break_even(
 def expert_rows(config: TrainConfig) -> int:
     """Return the rows per device that a layer with experts has room for in a micro-step."""
     rows, blueprint = config.batch_size // config.execution.microbatches, blueprint_on(config)
-    execution = build_execution(config, abstract_mesh(config.mesh))
+    execution = on_mesh(build_execution(config, abstract_mesh(config.mesh)))
     stacks, mask = blueprint.shapes.stacks, blueprint.mask
     strategy = choose_dispatch(stacks, rows, config.seq_len, execution, "train", mask).strategy
     tokens = rows * config.seq_len // execution.ways(execution.token_axes)

@@ -22,8 +22,8 @@ from moezoo.models.layers import block_path
 from moezoo.models.stage_set import stage_weights
 from moezoo.models.working_set import Term, forward_terms, of_one, stream, weights_of
 from moezoo.nn.cache import Kept
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Target, mesh_for
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traffic import CallName
 from moezoo.tools.calls import CALLS
 from moezoo.training.build import build_step
@@ -81,7 +81,7 @@ def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Bluepr
     return Footprint(parameters.bytes + given.bytes * (call != "prefill"), tuple(moments))
 
 
-def _cache_bytes(model: LanguageModel, cfg: TrainConfig, execution: Execution, rows: int) -> Iterator[int]:
+def _cache_bytes(model: LanguageModel, cfg: TrainConfig, execution: MeshExecution, rows: int) -> Iterator[int]:
     """Yield the bytes of the cache of each kind of layer, for the prompts and new tokens of `CALLS`."""
     itemsize = jnp.dtype(execution.dtype).itemsize
     for stack in model.stacks:
@@ -95,6 +95,6 @@ def _is_kept(x: PyTree) -> bool:
     return isinstance(x, Kept)
 
 
-def _parts(kept: Kept, execution: Execution) -> Iterator[int]:
+def _parts(kept: Kept, execution: MeshExecution) -> Iterator[int]:
     for axis, size in kept.sizes.items():
         yield max(1, size // execution.ways(execution.rules.kept(axis, execution.sizes)))

@@ -10,8 +10,9 @@ from moezoo.data import Batch
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.optim import Optimizer
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
+from moezoo.parallel.mesh_execution import on_mesh, place
 from moezoo.training.fit import check_model
 from moezoo.training.initial import load_initial
 from moezoo.training.step import State, Step
@@ -19,10 +20,11 @@ from moezoo.training.step import State, Step
 
 def build_model_on_mesh(blueprint: Blueprint, execution: Execution, seed: int) -> LanguageModel:
     """Return a fresh model, created in its layout: no device ever holds more than its part. The seed decides values."""
-    target = execution.target
+    here = on_mesh(execution)
+    target = here.target
     # Every array has random bits of its own, which XLA's CPU compiler spends seconds on. They are computed once.
     quick = {"xla_backend_optimization_level": 1} if target and target.platform == "cpu" else None
-    make = jax.jit(blueprint.make, out_shardings=execution.shardings(blueprint.shapes), compiler_options=quick)
+    make = jax.jit(blueprint.make, out_shardings=here.shardings(blueprint.shapes), compiler_options=quick)
     return make(jax.random.key(seed))
 
 
@@ -39,15 +41,15 @@ def build_step(cfg: TrainConfig, execution: Execution, blueprint: Blueprint | No
             blueprint is of another configuration or dtype than `cfg`. A pattern matches nothing, or what cannot be
             trained, or nothing is trained.
     """
-    blueprint = blueprint_on(cfg, execution, blueprint)
+    blueprint, here = blueprint_on(cfg, execution, blueprint), on_mesh(execution)
     shapes = blueprint.shapes
     # Where `epochs` are not steps yet nothing is trained: a plan has the same program, with other numbers in it.
-    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps or 0, execution.placements(shapes))
+    optimizer = Optimizer(cfg.optimizer, cfg.schedule, cfg.steps or 0, here.placements(shapes))
     count = cfg.micro_batches
     tokens = jax.ShapeDtypeStruct((count, cfg.batch_size // count, cfg.seq_len), jnp.int32)
-    step = Step(blueprint, optimizer, execution, Batch(*(tokens,) * 4), cfg.guard, cfg.seed)
+    step = Step(blueprint, optimizer, here, Batch(*(tokens,) * 4), cfg.guard, cfg.seed)
     needed = local_bytes(step.arguments[0], step.placements) + step.memory["gradients"]
-    check_arrays(cfg, shapes, needed, execution, "gradients", "optimizer state")
+    check_arrays(cfg, shapes, needed, here, "gradients", "optimizer state")
     return step
 
 

@@ -23,7 +23,8 @@ from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import psum
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
 from moezoo.progress import OnBatch
 from moezoo.training.feed import Feed
 from moezoo.training.fit import describe_difference
@@ -70,7 +71,7 @@ class Evaluation(NamedTuple):
         return self.bits * self.tokens / self.text if isinstance(self.text, int) and self.text else None
 
 
-def make_sums(model: LanguageModel, execution: Execution) -> "jax.stages.Wrapped":
+def make_sums(model: LanguageModel, execution: MeshExecution) -> "jax.stages.Wrapped":
     """Return the program of one batch for models like `model` and an `exact` execution, which drops no assignment.
 
     It takes a model and a `Batch` [micro-batches, batch, seq], one without stages, and returns sums: nats, predicted
@@ -93,19 +94,20 @@ class Evaluator:
 
     def __init__(self, model: LanguageModel, source: Source, cfg: TrainConfig, execution: Execution):
         """Prepare for models like `model`, which may be shapes."""
-        self._count = execution.micro_batches
+        here = on_mesh(execution.exact)
+        self._count = here.micro_batches
         rows = cfg.batch_size // self._count
-        execution = choose_dispatch(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
-        assert execution.mesh is not None
+        here = choose_dispatch(model.stacks, rows, cfg.seq_len, here, "evaluate")
+        assert here.mesh is not None
         self._source, self._cfg = source, cfg
         self._feed = Feed(
-            NamedSharding(execution.mesh, execution.micro_batches_spec),
+            NamedSharding(here.mesh, here.micro_batches_spec),
             (self._count, rows, cfg.seq_len),
-            execution.token_order(cfg.seq_len),
+            here.token_order(cfg.seq_len),
         )
         # Of all rows of a batch those that this process reads, micro-batch by micro-batch.
         self._rows = (np.arange(self._count)[:, None] * rows + self._feed.rows).reshape(-1)
-        self.sums = make_sums(model, execution)
+        self.sums = make_sums(model, here)
 
     def __call__(self, model: LanguageModel, on_batch: OnBatch = lambda done, total: None) -> Evaluation:
         """Evaluate `model`, laid out for the execution, on `data.eval_sequences` rows of the validation split.

@@ -15,7 +15,7 @@ class Feed:
     """Puts batches [..., batch, seq] onto devices, laid out by `sharding`.
 
     `rows` are the indices of the rows that this process needs, in ascending order. Rows are always read whole, even if
-    devices split the sequence; `order` is the order in which devices get their tokens (`Execution.token_order`).
+    devices split the sequence; `order` is the order in which devices get their tokens (`MeshExecution.token_order`).
     """
 
     def __init__(self, sharding: Sharding, shape: tuple[int, ...], order: Integer[np.ndarray, " seq"]):

@@ -28,7 +28,8 @@ from moezoo.hub.folders import end_of_text
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.cache import function_cache
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh, place
 from moezoo.progress import OnBatch
 from moezoo.training.scores import Row, score_rows
 from moezoo.typed import Range, convert, counted, show
@@ -117,7 +118,7 @@ class LmEval:
         if self._texts.tokenizer.vocab > model.vocab:
             sizes = f"{self._texts.tokenizer.vocab} tokens but the model {model.vocab}"
             raise UserError(f"texts: the tokenizer has {sizes}; they belong to different models")
-        self._execution = execution.exact.in_turn.for_rows(self.batch_size)
+        self._execution = on_mesh(execution.exact.in_turn).for_rows(self.batch_size)
         self._model = model if execution.mesh is None else place(cut_pieces(model, execution), self._execution)
         self._variables, self._on_batch = dict(variables or {}), on_batch
         self._chats: ChatFormat | None = None

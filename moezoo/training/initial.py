@@ -25,6 +25,7 @@ from moezoo.parallel import distributed
 from moezoo.parallel.axes import is_stored
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.low_rank import only_pairs, pairs_by_path, with_bases, without_pairs
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stored import materialise
 from moezoo.remote import RunPath
 from moezoo.training.checkpoint import read_about, restore
@@ -44,7 +45,7 @@ def load_initial(cfg: TrainConfig, execution: Execution) -> LanguageModel:
     if cfg.adapter.init_from is not None:
         return with_bases(_load_pairs(cfg, blueprint.shapes, execution), loaded)
     # What only the adapter has is drawn as for a fresh model.
-    shardings = only_pairs(execution.shardings(blueprint.shapes))
+    shardings = only_pairs(on_mesh(execution).shardings(blueprint.shapes))
     draw = jax.jit(lambda key: only_pairs(blueprint.make(key)), out_shardings=shardings)
     return with_bases(draw(jax.random.key(cfg.seed)), loaded)
 
@@ -92,7 +93,7 @@ def restore_run(
     saved = blueprint_of(cfg)
     shapes = saved.shapes if execution is None else blueprint_on(cfg, execution).shapes
     here = SingleDeviceSharding(jax.devices()[0])
-    shardings = jax.tree.map(lambda _: here, shapes) if execution is None else execution.shardings(shapes)
+    shardings = jax.tree.map(lambda _: here, shapes) if execution is None else on_mesh(execution).shardings(shapes)
 
     def as_saved(have: Any, want: Any, sharding: Any) -> Any:
         whole = sharding if have.shape == want.shape else _on_all(sharding)
@@ -140,7 +141,7 @@ def _load(cfg: TrainConfig, shapes: LanguageModel, wanted: PyTree, execution: Ex
     checkpoints, step = distributed.first(lambda: _verify(path, cfg))
     about = distributed.first(lambda: read_about(Path(checkpoints), step))
     model = restore_run(run, Path(checkpoints), step, about, execution)["model"]
-    shardings = jax.tree.map(lambda _: None, shapes) if execution is None else execution.shardings(shapes)
+    shardings = jax.tree.map(lambda _: None, shapes) if execution is None else on_mesh(execution).shardings(shapes)
     fitted = jax.tree.map(_fit, shapes, model, shardings, is_leaf=is_stored)
     return jax.tree.map(lambda want, have: None if want is None else have, wanted, fitted, is_leaf=_is_none)
 

@@ -20,8 +20,9 @@ from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import InnerGroup, psum, vary, vary_like
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.parallel.weight_mover import WeightMover
 
 # About so many logits are in memory at the same time: tokens of a chunk times vocabulary.
 _CHUNK_LOGITS = 2**22
@@ -65,7 +66,10 @@ def chunk_rows(tokens: int, vocab: int, target: Target | None = None) -> int:
 
 @jax.named_scope("head")
 def cross_entropy(
-    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+    model: LanguageModel,
+    hidden: Float[Array, "batch seq embed"],
+    labels: Int[Array, "batch seq"],
+    execution: MeshExecution,
 ) -> Float[Array, ""]:
     """Return the sum over this device's tokens of -log p(label), in nats; tokens with a label below 0 do not count.
 
@@ -81,11 +85,14 @@ def cross_entropy(
 
 @jax.named_scope("head")
 def score_tokens(
-    model: LanguageModel, hidden: Float[Array, "batch seq embed"], labels: Int[Array, "batch seq"], execution: Execution
+    model: LanguageModel,
+    hidden: Float[Array, "batch seq embed"],
+    labels: Int[Array, "batch seq"],
+    execution: MeshExecution,
 ) -> TokenScores:
     """Return what `cross_entropy` sums, of each token of this device, with the same chunks and exchange of numbers."""
     unembedding, *chunks = _cut(model, hidden, labels, execution)
-    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
+    unembedding, group = WeightMover(execution).gather(unembedding), execution.inner_group("vocab")
 
     def score(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
         nats, _, is_likeliest = _nats(unembedding(chunk[0]), chunk[1], group)
@@ -95,7 +102,7 @@ def score_tokens(
     return TokenScores(*(x.reshape(-1)[: labels.size].reshape(labels.shape) for x in scores))
 
 
-def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: Execution) -> tuple[PyTree, Array, Array]:
+def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: MeshExecution) -> tuple[PyTree, Array, Array]:
     """Return the unembedding, and the activations and labels of all tokens in chunks."""
     group = execution.inner_group("vocab")
     own_vocab = model.readout.matrix.shape[-1]
@@ -105,14 +112,14 @@ def _cut(model: LanguageModel, hidden: Array, labels: Array, execution: Executio
     targets = jnp.pad(labels.reshape(-1), (0, pad), constant_values=-1)
     chunks = rearrange(tokens, "(n c) d -> n c d", c=rows), targets.reshape(-1, rows)
     # Typed as varying here, so that the gradients of both are too.
-    unembedding, tokens = execution.vary_parameters((model.readout, chunks[0]))
+    unembedding, tokens = WeightMover(execution).vary((model.readout, chunks[0]))
     unembedding = eqx.tree_at(lambda u: u.norm, unembedding, group.enter_parameters(unembedding.norm))
     return unembedding, group.enter(tokens), chunks[1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
-    unembedding, group = execution.gather_weights(unembedding), execution.inner_group("vocab")
+def _cross_entropy(execution: MeshExecution, unembedding: PyTree, tokens: Array, targets: Array) -> Array:
+    unembedding, group = WeightMover(execution).gather(unembedding), execution.inner_group("vocab")
 
     def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
         return total + _nats(unembedding(chunk[0]), chunk[1], group)[0].sum(), None
@@ -120,14 +127,14 @@ def _cross_entropy(execution: Execution, unembedding: PyTree, tokens: Array, tar
     return _scan(add, vary(jnp.zeros(()), execution.token_axes), (tokens, targets))[0]
 
 
-def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
+def _forward(execution: MeshExecution, *primals: PyTree) -> tuple[Array, tuple[PyTree, list[Array]]]:
     # A leaf that is not `perturbed` needs no gradient: it is not trained or, if activations, nothing before it is.
     unembedding, tokens, targets = jax.tree.map(operator.attrgetter("value"), primals)
     trained, passed_on, _ = jax.tree.map(operator.attrgetter("perturbed"), primals)
     stored, fixed = eqx.partition(unembedding, trained)
     group = execution.inner_group("vocab")
     learned, scatter, fixed = jax.vjp(
-        lambda own: eqx.partition(execution.gather_weights(eqx.combine(own, fixed)), trained), stored, has_aux=True
+        lambda own: eqx.partition(WeightMover(execution).gather(eqx.combine(own, fixed)), trained), stored, has_aux=True
     )
 
     def add(carry: tuple[Array, PyTree], chunk: tuple[Array, Array]) -> tuple[tuple[Array, PyTree], list[Array]]:
@@ -145,7 +152,7 @@ def _forward(execution: Execution, *primals: PyTree) -> tuple[Array, tuple[PyTre
 
 
 def _backward(
-    execution: Execution, gradients: tuple[PyTree, list[Array]], cotangent: Array
+    execution: MeshExecution, gradients: tuple[PyTree, list[Array]], cotangent: Array
 ) -> tuple[PyTree, Array | None, None]:
     del execution
     stored, by_tokens = jax.tree.map(lambda x: (x.astype(jnp.float32) * cotangent).astype(x.dtype), gradients)
@@ -182,7 +189,7 @@ def _scan(step: Callable[..., Any], start: PyTree, chunks: tuple[Array, Array]) 
 def losses(
     model: LanguageModel,
     batch: Batch,
-    execution: Execution,
+    execution: MeshExecution,
     dropout: Dropout | None = None,
     numbers: Int[Array, " micro"] | None = None,
 ) -> Losses:

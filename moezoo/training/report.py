@@ -31,8 +31,8 @@ from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.low_rank import is_low_rank
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
@@ -58,7 +58,7 @@ def _split(axes: Sequence[str]) -> str:
     return f"split over {_axes(axes)}" if axes else "not split"
 
 
-def _token_lines(cfg: TrainConfig, execution: Execution) -> list[str]:
+def _token_lines(cfg: TrainConfig, execution: MeshExecution) -> list[str]:
     """Describe how tokens are split, and how queries meet keys of other devices."""
     batch = f"{execution.rules.name}: batch {_split(execution.batch_axes)}; each sequence"
     if not execution.sequence_axes:
@@ -98,7 +98,7 @@ def layout_lines(placements: PyTree) -> list[str]:
     return lines or ["every device stores all of them"]
 
 
-def dispatch_lines(cfg: TrainConfig, execution: Execution, blueprint: Blueprint) -> list[str]:
+def dispatch_lines(cfg: TrainConfig, execution: MeshExecution, blueprint: Blueprint) -> list[str]:
     """Describe the strategy of training, the bytes that `dispatch` chose it by, if it did, and much unused room."""
     rows, stacks = cfg.batch_size // cfg.micro_batches, blueprint.shapes.stacks
     training = compare_strategies(stacks, rows, cfg.seq_len, execution, "train", blueprint.mask)
@@ -143,7 +143,7 @@ def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
     return line
 
 
-def kernel_lines(execution: Execution, length: int, stacks: Sequence[Stack]) -> list[str]:
+def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack]) -> list[str]:
     """Name the backend of each kernel that a step on sequences of `length` tokens runs, and why it is that one.
 
     Why: what the step is compiled for, or the setting that names the backend; backends that are passed over; and what
@@ -276,7 +276,7 @@ def _count_rows(found: Mapping[str, Sequence[tuple[str, int, int]]]) -> list[tup
 
 
 def summarize(
-    cfg: TrainConfig, execution: Execution, step: Step, source: Source, epochs: Epochs, baseline: float | None
+    cfg: TrainConfig, execution: MeshExecution, step: Step, source: Source, epochs: Epochs, baseline: float | None
 ) -> list[tuple[str, str]]:
     """Return the title and text of every line of the summary, which is printed before step 1."""
     assert isinstance(execution.mesh, Mesh)

@@ -14,7 +14,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.positions import make_context
 from moezoo.parallel.context_parallel import Coordinates
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.progress import OnBatch
 from moezoo.training.loss import TokenScores, score_tokens
 
@@ -34,7 +34,7 @@ class Score(NamedTuple):
 
 
 def score_rows(
-    model: LanguageModel, rows: Sequence[Row], execution: Execution, batch_size: int, on_batch: OnBatch
+    model: LanguageModel, rows: Sequence[Row], execution: MeshExecution, batch_size: int, on_batch: OnBatch
 ) -> list[Score]:
     """Return the score of each row, in their order.
 
@@ -80,7 +80,7 @@ def _score(
     tokens: Int[Array, "batch seq"],
     segments: Int[Array, "batch seq"],
     labels: Int[Array, "batch seq"],
-    execution: Execution,
+    execution: MeshExecution,
 ) -> TokenScores:
     def local(model: LanguageModel, tokens: Array, at: Coordinates, labels: Array) -> TokenScores:
         out = model.layers(model.embed(tokens, execution), make_context(at, execution, "contiguous"), execution)

@@ -2,14 +2,14 @@
 
 from moezoo.host import in_units
 from moezoo.models.base import LanguageModel
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import STAGE
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.traffic import TrafficTable
 
 
 def stage_lines(
-    execution: Execution, model: LanguageModel, traffic: TrafficTable, settings: Circular | None = None
+    execution: MeshExecution, model: LanguageModel, traffic: TrafficTable, settings: Circular | None = None
 ) -> list[str]:
     """Describe which layers lie where, how long stages wait, and what they hand on.
 

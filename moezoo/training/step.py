@@ -4,7 +4,7 @@
 
 Every collective is written out:
 
-- weights are gathered in their layer (`Execution.gather_weights`); the transpose reduce-scatters their gradients;
+- weights are gathered in their layer (`WeightMover.gather`); the transpose reduce-scatters their gradients;
 - tokens or expert weights move as the dispatch strategy defines;
 - the loss and each array of routing statistics take one sum per micro-step;
 - the gradient of each replicated leaf takes one sum per step, and so does the global norm.
@@ -34,10 +34,11 @@ from moezoo.optim.base import Pace
 from moezoo.optim.guard import select
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import no_context_mesh
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.placement import EVERYWHERE
+from moezoo.parallel.weight_mover import WeightMover
 from moezoo.training.feed import Feed
 from moezoo.training.gradients import global_norm, reduce_gradients
 from moezoo.training.loss import losses
@@ -100,7 +101,7 @@ def gradients_of(
     batch: Batch,
     trained: PyTree,
     placements: PyTree,
-    execution: Execution,
+    execution: MeshExecution,
     dropout: Dropout | None = None,
 ) -> tuple[PyTree, _Sums, Int[Array, ""]]:
     """Return gradients of the trained part of `model`, sums of losses, and the number of predicted tokens.
@@ -125,7 +126,7 @@ def gradients_of(
         predicted, tokens = psum(jnp.stack(counts), execution.token_axes)
     scale = 1 / jnp.maximum(predicted, 1).astype(jnp.float32)
     # From here on parameters are typed as varying, so gradients stay local until they are summed once, below.
-    parameters, buffers = eqx.partition(execution.vary_parameters(model), trained)
+    parameters, buffers = eqx.partition(WeightMover(execution).vary(model), trained)
 
     def objective(parameters: PyTree, one: Batch, numbers: Int[Array, " own"]) -> tuple[Float[Array, ""], _Sums]:
         nats, routing = losses(eqx.combine(parameters, buffers), one, execution, dropout, numbers)
@@ -177,7 +178,7 @@ class Step:
         self,
         blueprint: Blueprint,
         optimizer: Optimizer,
-        execution: Execution,
+        execution: MeshExecution,
         batch: Batch,
         guard: GuardSettings = GuardSettings(),  # noqa: B008  (it is immutable)
         seed: int = 0,

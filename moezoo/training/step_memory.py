@@ -19,9 +19,9 @@ from moezoo.models.layers import block_path
 from moezoo.models.stage_set import stage_weights
 from moezoo.models.working_set import Term, backward_moments, of_one, stream, weights_of
 from moezoo.parallel.axes import Role
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.memory import local_bytes
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.training.loss import BYTES_PER_LOGIT, chunk_rows
 from moezoo.training.saved_activations import saved_bytes, tick_bytes
 from moezoo.training.step import Step
@@ -130,7 +130,7 @@ class _Part(NamedTuple):
     name: str
     block: Block
     learns: Block
-    execution: Execution
+    execution: MeshExecution
     more: tuple[Term, ...] = ()
 
 
@@ -181,7 +181,7 @@ def _updates(step: Step) -> int:
     )
 
 
-def hoisted_bytes(model: LanguageModel, execution: Execution) -> int:
+def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
     """Return the bytes of copies of whole stacks of weights that XLA makes before the loops over layers.
 
     A loop reads them in each iteration, so XLA does once what the loop does to all of them. On a TPU it casts them to
@@ -199,10 +199,10 @@ def hoisted_bytes(model: LanguageModel, execution: Execution) -> int:
     return found
 
 
-def _target(execution: Execution) -> Target:
+def _target(execution: MeshExecution) -> Target:
     return execution.target or TPU
 
 
-def backend_of(execution: Execution) -> str:
+def backend_of(execution: MeshExecution) -> str:
     """Return the name of what runs grouped products."""
     return chosen_backend(_target(execution), execution.kernels.grouped_matmul, execution.dtype)

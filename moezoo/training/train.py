@@ -25,7 +25,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layers_with_experts
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.remote import as_path
 from moezoo.trackers import MetricsRow, RunStart, Writer
 from moezoo.training import report, supervisor
@@ -89,7 +89,7 @@ class _Prepared(NamedTuple):
     """What a run needs before it writes anything; every setting is checked, and `cfg.steps` known."""
 
     cfg: TrainConfig
-    execution: Execution
+    execution: MeshExecution
     source: Source
     epochs: Epochs
     baseline: float | None
@@ -251,7 +251,7 @@ def _prepare(cfg: TrainConfig, before: _Checkpoint | None) -> _Prepared:
         check_tokens(cfg)
     if cfg.profile.start is not None:
         add_xla_flags(NO_CUDA_GRAPHS)
-    execution = build_execution(cfg)
+    execution = on_mesh(build_execution(cfg))
     source = load(cfg.data, seq_len=cfg.seq_len, seed=cfg.seed, vocab=cfg.model.vocab)
     baseline = trigram_loss(source, limit=cfg.data.eval_sequences, seq_len=cfg.seq_len)
     batches_read = 0 if before is None else read_batch_count(before.about["loader"], source, cfg)

@@ -19,6 +19,7 @@ import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.exporting import plan_export
 from moezoo.training.saved_arrays import SavedArray
@@ -41,7 +42,7 @@ def run(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
     shapes = Blueprint(cfg.model).shapes
     numbers = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), shapes)
-    model = jax.device_put(numbers, moezoo.execution(cfg).shardings(shapes))
+    model = jax.device_put(numbers, on_mesh(moezoo.execution(cfg)).shardings(shapes))
     checkpoints = Checkpoints(folder / "checkpoints", count=1, size=0)
     about = {"versions": {"moezoo": "0"}, "config": as_mapping(cfg), "loader": {}}
     checkpoints.save(1, {"model": model, "training": {"step": np.zeros(2)}}, about)

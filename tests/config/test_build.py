@@ -10,6 +10,7 @@ from refusals import by_table, refused
 import moezoo
 from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.tools.cost import communication
 from moezoo.typed import show
@@ -17,7 +18,7 @@ from moezoo.typed import show
 
 def build(*overrides):
     cfg = moezoo.compose(*overrides)
-    return build_execution(cfg, abstract_mesh(cfg.mesh))
+    return on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh)))
 
 
 def advice_of(overrides):

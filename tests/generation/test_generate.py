@@ -17,6 +17,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.moe.dispatch import STRATEGIES, Auto, Capacity, Gather, Ragged
 from moezoo.nn.yarn import Yarn
 from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.mesh_execution import on_mesh
 
 VOCAB = 40
 SMALL: dict[str, Any] = {
@@ -116,7 +117,7 @@ def test_greedy_equals_running_the_whole_text_again():
 @pytest.mark.parametrize("name", ["window", "deepseek", pytest.param("no q_lora", marks=pytest.mark.weekly)])
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
-    width, execution = IDS.shape[1], moezoo.Execution()
+    width, execution = IDS.shape[1], on_mesh(moezoo.Execution())
     segments, positions = segments_and_positions(np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True))
 
     @jax.jit
@@ -142,7 +143,7 @@ def test_what_is_kept():
     """A window bounds the number of slots; DeepSeek keeps a latent and a shared key, not keys and values of heads."""
     for name, slots, numbers in (("mixtral", 14, {2 * 8}), ("window", 3, {2 * 8}), ("deepseek", 14, {8 + 4})):
         at: Any = Coordinates(*(jax.ShapeDtypeStruct(IDS.shape, jnp.int32),) * 2)  # type: ignore[arg-type]
-        read = functools.partial(generation.prefill, length=14, execution=moezoo.Execution())
+        read = functools.partial(generation.prefill, length=14, execution=on_mesh(moezoo.Execution()))
         cache = jax.eval_shape(lambda m, t, p, read=read: read(m, t, p), model(name), at.position, at).cache
         kept = jax.tree.leaves(cache.states)
         assert {int(np.prod(x.shape[2:])) // x.shape[-2] for x in kept} == numbers
@@ -201,7 +202,7 @@ def test_auto_chooses_for_prompt_and_token_each(monkeypatch):
 
 
 def test_rows_are_split_over_axes_that_divide_them():
-    execution = make_execution({"fsdp": 2, "expert": 2, "context": 2}, "ring")
+    execution = on_mesh(make_execution({"fsdp": 2, "expert": 2, "context": 2}, "ring"))
     over = {rows: execution.for_rows(rows).batch_axes for rows in (1, 2, 3, 4, 6, 8)}
     assert over == {
         1: (),

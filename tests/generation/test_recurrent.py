@@ -30,6 +30,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.mesh_execution import on_mesh
 
 F32 = jnp.dtype("float32")
 CONFIG = MixtralConfig(
@@ -164,7 +165,7 @@ def test_a_split_sequence(monkeypatch):
 def test_what_is_kept():
     """A vector per layer that fades, a window's tokens, all tokens; and the coordinates of the latter two."""
     at = Coordinates(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
-    read = functools.partial(generation.prefill, length=13, execution=moezoo.Execution())
+    read = functools.partial(generation.prefill, length=13, execution=on_mesh(moezoo.Execution()))
     cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid()).cache
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
     assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]

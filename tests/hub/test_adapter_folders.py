@@ -25,6 +25,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.family import MADE
 from moezoo.moe.router import Choice
 from moezoo.parallel.low_rank import without_pairs
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.training.exporting import plan_export
 
 UNREAD = "PEFT 0.21 "
@@ -259,7 +260,7 @@ def test_onto_a_mesh(tmp_path):
     placed = moezoo.place(bare, execution)
     found = load_adapter(placed, folder, execution)
     assert_same(found, model)
-    shardings = jax.tree.leaves(execution.shardings(jax.eval_shape(lambda: model)))
+    shardings = jax.tree.leaves(on_mesh(execution).shardings(jax.eval_shape(lambda: model)))
     for x, sharding in zip(jax.tree.leaves(found), shardings, strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     assert any(x.a.addressable_shards[0].data.size < x.a.size for x in pairs_of(found).values())

@@ -19,6 +19,7 @@ from moezoo.hub import holdings, loading, regions
 from moezoo.hub.opening import find_model, open_folder
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import is_stored
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.training.exporting import plan_export
 
 LAYOUTS: dict[str, Any] = {
@@ -73,7 +74,9 @@ def test_every_device_holds_the_numbers_of_its_part(few_bits, monkeypatch, reads
     assert all(a.stop <= b.start for a, b in itertools.pairwise(ranges))
     assert sum(map(len, ranges)) == sum(x.nbytes for key, x in made.tensors.items() if not key.endswith("_shape"))
     if execution is not None:
-        for array, sharding in zip(jax.tree.leaves(model), jax.tree.leaves(execution.shardings(model)), strict=True):
+        for array, sharding in zip(
+            jax.tree.leaves(model), jax.tree.leaves(on_mesh(execution).shardings(model)), strict=True
+        ):
             assert array.sharding.is_equivalent_to(sharding, array.ndim)
     host = jax.device_get(model)
     if dtype == "stored":
@@ -109,7 +112,7 @@ def test_a_process_with_one_device_reads_what_it_holds(few_bits, monkeypatch, re
     execution, folder, device = execution_of(layout), few_bits(name).few, jax.devices()[5]
     found = find_model(open_folder(folder), dtype)
     shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), found.shapes)
-    parts = jax.tree.map(lambda x, where: Part(x, where, device), shapes, execution.shardings(shapes))
+    parts = jax.tree.map(lambda x, where: Part(x, where, device), shapes, on_mesh(execution).shardings(shapes))
     arrays = {jax.tree_util.keystr(path).lstrip("."): x for path, x in jax.tree_util.tree_leaves_with_path(parts)}
     for piece in itertools.chain.from_iterable(holding.pieces(arrays) for holding in found.holdings):
         assert all(part.read() for part in piece.cut(2000))

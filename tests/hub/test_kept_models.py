@@ -11,6 +11,7 @@ from few_bit_folders import Written, tensors_of, write_folder
 
 import moezoo
 from moezoo.parallel.axes import is_stored
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.exporting import plan_export
 
@@ -137,7 +138,7 @@ def test_a_checkpoint_has_the_bits(few_bits, tmp_path):
     checkpoints.save(1, {"model": model}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
     checkpoints.close()
     shapes = jax.eval_shape(lambda: model)
-    target = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, other.shardings(shapes))
+    target = jax.tree.map(lambda x, where: x.update(sharding=where), shapes, on_mesh(other).shardings(shapes))
     about = read_about(checkpoints.folder, 1)
     again = restore(checkpoints.folder, 1, about, model=target)["model"]
     assert sum(map(is_stored, jax.tree.leaves(again, is_leaf=is_stored)))

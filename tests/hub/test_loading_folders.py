@@ -16,6 +16,7 @@ from tiny_models import CONFIGS
 import moezoo
 from moezoo.hub import holdings, loading, regions
 from moezoo.models.blueprint import Blueprint
+from moezoo.parallel.mesh_execution import on_mesh
 
 ONE, EIGHT, TWO_FOUR = {}, {"expert": 8}, {"fsdp": 2, "expert": 4}
 # A pairwise choice of family, mesh, rules, dtypes in the folder and of the model, the fewest bytes of a run, and the
@@ -68,7 +69,9 @@ def test_every_device_holds_its_part_and_each_byte_is_read_once(tmp_path, monkey
     model = moezoo.from_pretrained(tmp_path / "model", execution, dtype)
     shapes = Blueprint(model.config, dtype or stored).shapes
     wanted = jax.tree.map(lambda x, kind: x.astype(kind.dtype), numbers, shapes)
-    shardings = jax.tree.leaves(execution.shardings(shapes)) if execution else [None] * len(jax.tree.leaves(shapes))
+    shardings = (
+        jax.tree.leaves(on_mesh(execution).shardings(shapes)) if execution else [None] * len(jax.tree.leaves(shapes))
+    )
     for array, x, sharding in zip(jax.tree.leaves(model), jax.tree.leaves(wanted), shardings, strict=True):
         assert array.dtype == x.dtype
         assert sharding is None or array.sharding.is_equivalent_to(sharding, x.ndim)

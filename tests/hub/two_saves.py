@@ -18,6 +18,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Manual
+from moezoo.parallel.mesh_execution import on_mesh
 
 # A family, the dtype, and the most bytes in a file. Sizes that eight devices can store, heads and latents included.
 SAVED = {
@@ -52,7 +53,7 @@ def lay_out(numbers: Any, mesh: moezoo.MeshShape, rules: str = "fsdp_ep") -> Any
         return jax.make_array_from_callback(x.shape, sharding, lambda index: np.asarray(x)[index])
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
-    return jax.tree.map(leaf, numbers, execution.shardings(shapes))
+    return jax.tree.map(leaf, numbers, on_mesh(execution).shardings(shapes))
 
 
 def contained(numbers: Any) -> Any:

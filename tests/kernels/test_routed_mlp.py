@@ -14,6 +14,7 @@ from moezoo.kernels.grouped_matmul import routed, routed_mlp, tensor_cores_mlp
 from moezoo.kernels.grouped_matmul.backend import ExpertWeights
 from moezoo.kernels.grouped_matmul.chips import HOPPER
 from moezoo.kernels.permute import plan
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import equations
 
 TOKENS, K, EXPERTS, EMBED, MLP = 24, 2, 4, 5, 3
@@ -133,7 +134,7 @@ def test_no_array_of_permuted_rows():
 @pytest.mark.parametrize(("remat", "loops"), [("full", 3 + 8), ("dots", 3 + 6), ("none", 3 + 6)])
 def test_rematerialisation_repeats_no_loop(remat, loops):
     """Each group is one block: three products forward; backward six, and two more where only inputs are kept."""
-    execution = Execution(dtype=jnp.dtype("float32"), remat=remat)
+    execution = on_mesh(Execution(dtype=jnp.dtype("float32"), remat=remat))
     ids = jnp.asarray(choose((11, 0, 8, 4)))
 
     def step(tokens, *others):

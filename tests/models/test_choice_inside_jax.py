@@ -14,6 +14,7 @@ import moezoo
 from moezoo.models import choice
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Ragged
+from moezoo.parallel.mesh_execution import on_mesh
 
 SIZES = ("model=mixtral", "model.layers=1", "model.embed=16", "model.expert_mlp=32", "model.vocab=32", "model.heads=2")
 SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6", "mesh=ep8")
@@ -22,7 +23,7 @@ SIZES += ("model.kv_heads=2", "model.head_dim=4", "model.experts_per_token=6", "
 @pytest.mark.parametrize(("types", "ambient"), [("auto", "no mesh"), ("auto", "its mesh"), ("explicit", "its mesh")])
 def test_a_call_inside_jit_and_grad_runs_what_it_runs_outside(types, ambient):
     cfg = moezoo.compose(*SIZES, f"mesh.axis_types={types}", "dispatch=auto")
-    execution = moezoo.execution(cfg)
+    execution = on_mesh(moezoo.execution(cfg))
     model = moezoo.place(moezoo.build_model(cfg.model, key=jax.random.key(0)), execution)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (8, 24)), jnp.int32)
     choice._traffic.cache_clear()
@@ -55,7 +56,7 @@ def test_a_change_of_anything_that_traffic_depends_on_is_traced_anew():
     embedding = eqx.tree_at(lambda m: m.embedding.weight, frozen, True)
     training = set()
     for words in ((), ("execution.dtype=bfloat16",), ("execution.remat=none",)):
-        execution = moezoo.execution(moezoo.compose(*SIZES, "dispatch=auto", *words))
+        execution = on_mesh(moezoo.execution(moezoo.compose(*SIZES, "dispatch=auto", *words)))
         calls = {
             "whole": ("train", 8, None),
             "twice the rows": ("train", 16, None),

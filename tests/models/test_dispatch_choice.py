@@ -18,6 +18,7 @@ from moezoo.moe.dispatch import Auto, ExpertGroup, Gather, Ragged, Ring
 from moezoo.moe.dispatch.ragged import GPU_FLAG
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives
 from moezoo.parallel.traffic import CallName
 from moezoo.tools.calls import CALLS
@@ -29,7 +30,8 @@ from moezoo.training.report import choice_lines, dispatch_lines
 
 def shapes_and_execution(*words):
     cfg = moezoo.compose(*words)
-    return cfg, Blueprint(cfg.model).shapes.stacks, build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+    execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"))
+    return cfg, Blueprint(cfg.model).shapes.stacks, execution
 
 
 # The choice reads sizes only, in one place for all families, so two are enough. All presets with `-m full`.
@@ -60,7 +62,8 @@ def test_takes_the_least_of_whole_steps(preset):
         cfg = moezoo.compose(f"model={preset}", *words, f"model.max_length={tokens}")
         assert cfg.dispatch == Auto()
         model = Blueprint(cfg.model).shapes
-        found = compare_strategies(model.stacks, rows, tokens, build_execution(cfg, abstract_mesh(cfg.mesh)), "train")
+        execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh)))
+        found = compare_strategies(model.stacks, rows, tokens, execution, "train")
         steps = {strategy: step_traffic(cfg, model, strategy=strategy()) for strategy in (Ring, Ragged, Gather)}
         totals: dict[type, int] = {key: sum(received for _, received in step.values()) for key, step in steps.items()}
         assert totals[type(found.chosen)] == min(totals.values())
@@ -196,7 +199,7 @@ def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
     """With as many experts per token as devices, `ring` is the least in training and `ragged` without gradients."""
     sizes = ("model.embed=64", "model.expert_mlp=256", "model.experts=16", "model.experts_per_token=8")
     cfg = moezoo.compose(*TINY, *sizes, "batch_size=64", "seq_len=24", "data=synthetic", "data.vocab=32")
-    execution, model = build_execution(cfg), Blueprint(cfg.model).shapes
+    execution, model = on_mesh(build_execution(cfg)), Blueprint(cfg.model).shapes
     assert choose_dispatch(model.stacks, 64, 24, execution, "train").dispatch == Ring()
     tokens = jax.ShapeDtypeStruct((64, 24), "int32")
     source = load(cfg.data, seq_len=24, seed=0, vocab=cfg.model.vocab)

@@ -26,6 +26,7 @@ from moezoo.nn.positions import Context
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.step import Step
 
@@ -46,7 +47,7 @@ def unstacked(model: Any) -> list[Any]:
 
 def one_after_the_other(model: Any, tokens: Any) -> tuple[Any, Any]:
     """Return logits, and assignments to each expert [layers with experts, experts], from a loop over blocks."""
-    execution, loads = moezoo.Execution(), []
+    execution, loads = on_mesh(moezoo.Execution()), []
     at = Coordinates(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens))
     x = model.embedding.weight[tokens]
     for block in unstacked(model):
@@ -162,7 +163,7 @@ def test_each_kind_has_the_cache_it_needs():
 
     def prefill(model: Any) -> Any:
         at = Coordinates(jnp.broadcast_to(jnp.arange(LENGTH), prompt.shape), jnp.ones_like(jnp.asarray(prompt)))
-        return generation.prefill(model, jnp.asarray(prompt), at, 14, moezoo.Execution()).cache
+        return generation.prefill(model, jnp.asarray(prompt), at, 14, on_mesh(moezoo.Execution())).cache
 
     cache = jax.eval_shape(prefill, model())
     keys = [[jax.tree.leaves(kept)[0].shape for kept in stack] for stack in cache.states]
@@ -198,7 +199,7 @@ def test_names_count_layers_and_not_periods():
 def test_a_mesh_changes_nothing(rules, axis):
     """With tokens and experts split over batch, sequence and expert axes, and with heads, widths and logits split."""
     cfg = moezoo.compose("dispatch=ragged", f"rules={rules}", "mesh.fsdp=2", "mesh.expert=2", f"mesh.{axis}=2")
-    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, cfg.dispatch)
+    execution = on_mesh(moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, cfg.dispatch))
     found = jax.jit(lambda m: m(TOKENS, execution=execution))(moezoo.place(model(), execution))
     wanted, load = by_blocks(model(), TOKENS)[0][1]
     np.testing.assert_array_equal(found.routing.load, load)
@@ -217,7 +218,7 @@ def test_a_block_by_its_formula():
     """Each part reads the normalised stream; its result is normalised and added."""
     block, x = unstacked(model())[0], jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16), np.float32))
     at = Coordinates(jnp.broadcast_to(jnp.arange(5), (2, 5)), jnp.ones((2, 5), jnp.int32))
-    context, execution = Context(at, at), moezoo.Execution()
+    context, execution = Context(at, at), on_mesh(moezoo.Execution())
 
     def normed(norm: Any, y: Any) -> Any:
         return y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-3) * norm.scale[None, None]

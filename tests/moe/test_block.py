@@ -10,6 +10,7 @@ from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import equations
 
 
@@ -21,7 +22,7 @@ def test_equals_its_formula():
     x, valid = jax.random.normal(keys[3], (2, 3, 8)), jnp.asarray([[True, True, True], [True, False, False]])
 
     def run(block, x):
-        out = block(x, context_of(valid), Execution())
+        out = block(x, context_of(valid), on_mesh(Execution()))
         return out.y, out.routed, block.router(x, valid).assignment
 
     y, routed, (expert_ids, gates) = jax.jit(run)(MoE(router, experts, shared), x)
@@ -52,7 +53,7 @@ def test_nothing_is_added_by_scatter():
 
     def both(block, x):
         def results(block, x):
-            y, sums, _ = block(x, context_of(valid), Execution())
+            y, sums, _ = block(x, context_of(valid), on_mesh(Execution()))
             return y, sums.probabilities, sums.z
 
         values, pull = jax.vjp(results, block, x)

@@ -13,6 +13,8 @@ from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
+from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.weight_mover import WeightMover
 
 BATCH, SEQ, EMBED, EXPERTS = 2, 6, 5, 8
 PRECISION = 32 * 2.0**-24
@@ -178,12 +180,13 @@ def test_forced_routing_on_a_mesh():
 
     def loads(block, x):
         def load(routing):
-            execution = moezoo.Execution(mesh, moezoo.compose().rules, Ring(), routing=routing)
-            return execution.gather_weights(block)(x, context_of(jnp.ones(x.shape[:2], bool)), execution).sums.counts
+            execution = on_mesh(moezoo.Execution(mesh, moezoo.compose().rules, Ring(), routing=routing))
+            whole, valid = WeightMover(execution).gather(block), jnp.ones(x.shape[:2], bool)
+            return whole(x, context_of(valid), execution).sums.counts
 
         return load("balanced"), load("random")
 
-    execution = moezoo.Execution(mesh, moezoo.compose().rules, Ring())
+    execution = on_mesh(moezoo.Execution(mesh, moezoo.compose().rules, Ring()))
     specs = (execution.specs(block), split)
     mapped = jax.shard_map(loads, mesh=mesh, in_specs=specs, out_specs=(split, split))
     balanced, random = jax.jit(mapped)(moezoo.place(block, execution), tokens)

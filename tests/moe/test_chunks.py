@@ -22,7 +22,9 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
 from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.kernels import Kernels
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.weight_mover import WeightMover
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 5
 F32 = jnp.dtype("float32")
@@ -49,15 +51,15 @@ def block() -> MoE:
     return MoE(router, experts, MLP(EMBED, 9, out_std=1.0, dtype=F32, key=keys[2]))
 
 
-def make_execution(strategy: Dispatch, split: bool = True) -> Execution:
+def make_execution(strategy: Dispatch, split: bool = True) -> MeshExecution:
     """A mesh of 2 x 2 devices: experts are split over the second axis, and tokens too unless not `split`."""
     mesh = auto_mesh(fsdp=2, expert=2)
     rules = Rules("r", {"expert": ("expert",)}, {"expert": ("expert",)}, ("fsdp", "expert")[: 1 + split], ())
     # The plain backend gives the smallest program.
-    return Execution(mesh, rules, strategy, kernels=Kernels(grouped_matmul=("reference",)))
+    return on_mesh(Execution(mesh, rules, strategy, kernels=Kernels(grouped_matmul=("reference",))))
 
 
-def on_mesh(function: Any, execution: Execution, out: Any) -> Any:
+def mapped(function: Any, execution: MeshExecution, out: Any) -> Any:
     """`function(block, x, valid, ...)`, with arrays split as tokens are, as a function of whole arrays."""
     split = execution.tokens_spec
 
@@ -74,7 +76,7 @@ def value_and_gradients(strategy: Dispatch, split: bool) -> Results:
 
     def local(moe: MoE, x: Any, valid: Any, cotangent: Any) -> Results:
         def objective(moe: MoE, x: Any) -> Any:
-            y, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
+            y, sums, routed = WeightMover(execution).gather(moe)(x, context_of(valid), execution)
             return y, (routed, sums.dropped)
 
         y, pull, (routed, dropped) = jax.vjp(objective, moe, x, has_aux=True)
@@ -82,7 +84,7 @@ def value_and_gradients(strategy: Dispatch, split: bool) -> Results:
 
     tokens, specs_like = execution.tokens_spec, cast(Any, Results)
     out = specs_like(tokens, tokens, PartitionSpec(), (execution.specs(block()), tokens))
-    return jax.device_get(jax.jit(on_mesh(local, execution, out))(block(), X, VALID, COTANGENT))
+    return jax.device_get(jax.jit(mapped(local, execution, out))(block(), X, VALID, COTANGENT))
 
 
 @functools.cache
@@ -114,10 +116,10 @@ def test_a_bound_is_one_of_each_chunk(strategy):
         execution = make_execution(strategy)
 
         def local(moe: MoE, x: Any, valid: Any) -> Any:
-            _, sums, routed = execution.gather_weights(moe)(x, context_of(valid), execution)
+            _, sums, routed = WeightMover(execution).gather(moe)(x, context_of(valid), execution)
             return routed, psum(sums.dropped, ("fsdp", "expert"))
 
-        return jax.jit(on_mesh(local, execution, (execution.tokens_spec, PartitionSpec())))
+        return jax.jit(mapped(local, execution, (execution.tokens_spec, PartitionSpec())))
 
     x = np.random.default_rng(2).standard_normal((ROWS, 8, EMBED), np.float32)
     valid, of_half = np.ones((ROWS, 4), bool), make_program(strategy)
@@ -146,9 +148,9 @@ def test_what_runs_between_sending_and_results(name):
     execution = make_execution(STRATEGIES[name](chunks=2))
 
     def local(moe: MoE, x: Any, valid: Any) -> Any:
-        return execution.gather_weights(moe)(x, context_of(valid), execution).y
+        return WeightMover(execution).gather(moe)(x, context_of(valid), execution).y
 
-    program = jax.make_jaxpr(on_mesh(local, execution, execution.tokens_spec))(block(), X, VALID)
+    program = jax.make_jaxpr(mapped(local, execution, execution.tokens_spec))(block(), X, VALID)
     if name not in SENDS:
         assert count_collectives(program) == Counter({("all_gather", ("expert",)): 3})
         return

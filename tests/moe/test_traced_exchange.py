@@ -11,7 +11,9 @@ import moezoo
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.weight_mover import WeightMover
 
 OVER = ("expert",)
 EXCHANGED = {
@@ -39,7 +41,7 @@ CASES += [
 def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     assert strategy in EXCHANGED, f"add the collectives of {strategy} to EXCHANGED"
     cfg = moezoo.compose(f"model={preset}", "mesh=ep8")
-    execution = moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]())
+    execution = on_mesh(moezoo.Execution(moezoo.make_mesh(cfg.mesh), cfg.rules, STRATEGIES[strategy]()))
     # Tokens are split over the expert axis too, and experts stay where they are stored.
     assert "expert" in execution.batch_axes
     assert execution.expert_group(cfg.model.experts).axes == OVER
@@ -49,7 +51,7 @@ def test_a_layer_exchanges_this_and_no_more(preset, strategy):
     valid = jax.ShapeDtypeStruct((8, 256), jnp.bool)
 
     def local(moe, x, valid):
-        return MoE(moe.router, execution.gather_weights(moe.experts))(x, context_of(valid), execution)[0]
+        return MoE(moe.router, WeightMover(execution).gather(moe.experts))(x, context_of(valid), execution)[0]
 
     rules, split = execution.rules, execution.tokens_spec
     specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), moe)

@@ -12,6 +12,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh
 
 BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM, EMBED = 2, 12, 4, 2, 4, 6
 # Averages of values of order one under weights from scores of order ten: some 50 roundings to float32.
@@ -60,5 +61,5 @@ def test_equals_a_loop(name):
     wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
     context = Context(AT, AT)
-    found = jax.jit(lambda layer, x: layer(x, context, Execution()).leave(ALONE))(layer, x)
+    found = jax.jit(lambda layer, x: layer(x, context, on_mesh(Execution())).leave(ALONE))(layer, x)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION * np.abs(wanted).max())

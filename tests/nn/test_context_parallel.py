@@ -22,6 +22,7 @@ from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, C
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import balanced_order
 from moezoo.parallel.traces import collective_traffic
@@ -81,7 +82,7 @@ def inputs():
 @functools.cache
 def on_one_device(name):
     """Return value and gradients without a mesh."""
-    return jax.jit(functools.partial(layer_and_gradients, Execution(), None))(LAYERS[name], *inputs())
+    return jax.jit(functools.partial(layer_and_gradients, on_mesh(Execution()), None))(LAYERS[name], *inputs())
 
 
 @pytest.mark.parametrize("value", [GatherKept(), RotateKept(), PassAround()], ids=["gather", "ring", "pass around"])
@@ -111,7 +112,7 @@ def compare(name, value, order):
     rules = Rules("mine", {}, {}, ("data",), ("context",))
     mesh = make_mesh(MeshShape(data=2, context=3))
     options: Any = {"kernels": Kernels(attention=("chunked",)), "sequence_order": order} if order else {}
-    execution = Execution(mesh=mesh, rules=rules, context_parallel=value, **options)
+    execution = on_mesh(Execution(mesh=mesh, rules=rules, context_parallel=value, **options))
     lies = execution.token_order(SEQ) if order else np.arange(SEQ)
     split, whole = execution.tokens_spec, PartitionSpec()
     mapped = jax.shard_map(
@@ -130,7 +131,7 @@ def compare(name, value, order):
 
 
 def test_the_default_gathers():
-    assert context_parallel(Execution()) == GatherKept()
+    assert context_parallel(on_mesh(Execution())) == GatherKept()
 
 
 # Sixteen tokens on four devices: two documents, cut at odd places, and a device with nothing but padding.
@@ -155,7 +156,7 @@ def ring_and_one_device(window: Any, sinks: Any = None, order: Any = "contiguous
     tokens = balanced_order(16, 4) if order == "balanced" else np.arange(16)
     rules = Rules("mine", {}, {}, (), ("context",))
     mesh = make_mesh(MeshShape(context=4))
-    execution = Execution(mesh=mesh, rules=rules, context_parallel=RotateKept(), sequence_order=order)
+    execution = on_mesh(Execution(mesh=mesh, rules=rules, context_parallel=RotateKept(), sequence_order=order))
     arrays = jax.tree.map(lambda x: x[:, tokens], (q, (k, v), DOCUMENTS, cotangent))
 
     def run(group, q, kept, at, cotangent, sinks):

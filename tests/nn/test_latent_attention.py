@@ -14,6 +14,7 @@ from moezoo.nn.rope import Unscaled
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh
 
 BATCH, SEQ, EMBED, HEADS, LORA, NOPE, ROPE, VALUE = 2, 6, 7, 3, 5, 4, 2, 3
 POSITIONS = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
@@ -63,12 +64,12 @@ def test_equals_a_loop(q_lora):
 
     @jax.jit
     def both(layer, x):
-        whole = layer(x, Context(AT, AT), Execution())
+        whole = layer(x, Context(AT, AT), on_mesh(Execution()))
         # A stack of one layer, whose last slot is empty.
         slots = jax.tree.map(lambda a: a.at[:, -1].set(0)[None], whole.kept)
         last = Coordinates(*(a[:, -1:] for a in AT))
         past = Past(Slots(SEQ, slots), jnp.int32(0), jnp.int32(SEQ - 1), AT)
-        return whole.y, layer(x[:, -1:], Context(last, last), Execution(), past).y
+        return whole.y, layer(x[:, -1:], Context(last, last), on_mesh(Execution()), past).y
 
     whole, last = both(layer, x)
     wanted = by_definition(layer, x.astype(np.float64))

@@ -21,6 +21,7 @@ import moezoo
 from moezoo.optim import AdamW, Constant, Muon, Optimizer
 from moezoo.optim.newton_schulz import orthogonalise
 from moezoo.parallel.axes import trainable_mask
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic
 
 RATE, DECAY, UPDATES = 0.1, 0.3, 3
@@ -76,7 +77,7 @@ class Updated:
 
     def __init__(self, rule: Muon, family: str, mesh: str, layout: str):
         self.rule = rule
-        execution = moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules()[layout])
+        execution = on_mesh(moezoo.Execution(moezoo.make_mesh(MESHES[mesh]), rules()[layout]))
         start = model(family)
         placements = execution.placements(start)
         self.parameters = eqx.filter(start, trainable_mask(start))
@@ -183,7 +184,7 @@ def test_bfloat16_orthogonalises_roughly():
 
 def _groups(rule: Muon, family: str = "deepseek") -> dict[str, str]:
     start = model(family)
-    tree = rule.assign(moezoo.Execution().placements(start))
+    tree = rule.assign(on_mesh(moezoo.Execution()).placements(start))
     return {path: group.name for path, group in by_path(tree).items()}
 
 
@@ -195,7 +196,7 @@ def test_matrices_of_layers_are_muons_by_default():
 def test_the_other_part_has_every_setting_of_adamw():
     shared: Any = {"learning_rate": 0.5, "weight_decay": 0.25, "beta1": 0.7, "beta2": 0.8}
     shared |= {"epsilon": 0.01, "clip_norm": 3.0}
-    found = Muon(**shared, moment_dtype="bfloat16").assign(moezoo.Execution().placements(model("mixtral")))
+    found = Muon(**shared, moment_dtype="bfloat16").assign(on_mesh(moezoo.Execution()).placements(model("mixtral")))
     rules = {group.rule for group in jax.tree.leaves(found) if group.name == "adamw"}
     assert rules == {AdamW(**shared, moment_dtype="bfloat16")}
     assert {field.name for field in dataclasses.fields(AdamW)} == {*shared, "moment_dtype"}

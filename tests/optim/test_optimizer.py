@@ -15,6 +15,7 @@ from moezoo.config.build import build_execution
 from moezoo.models import build_model
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Group, Optimizer
 from moezoo.parallel.axes import Role, trainable_mask
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.placement import EVERYWHERE
 from moezoo.training.build import build_step
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
@@ -40,7 +41,7 @@ class Started(NamedTuple):
 def started() -> Started:
     cfg = moezoo.compose(*DEEPSEEK)
     model = build_model(cfg.model, key=jax.random.key(0))
-    placements, trained = build_execution(cfg).placements(model), trainable_mask(model)
+    placements, trained = on_mesh(build_execution(cfg)).placements(model), trainable_mask(model)
     return Started(model, eqx.filter(model, trained), placements, eqx.filter(placements, trained))
 
 
@@ -133,7 +134,7 @@ def test_two_groups_are_two_optimizers(started):
 def test_the_state_of_two_groups_has_its_parameters_placements_and_is_saved(started, tmp_path):
     """Tracing the step checks every layout; a checkpoint restores the state."""
     cfg = moezoo.compose(*DEEPSEEK)
-    execution = build_execution(cfg)
+    execution = on_mesh(build_execution(cfg))
     optimizer = Optimizer(BY_ROLE, Constant(), STEPS, started.all_placements)
     state = jax.jit(optimizer.init)(started.parameters)
     placements = optimizer.placements(started.parameters, started.placements)

@@ -1,4 +1,4 @@
-"""`Execution`: refusals, properties of its mesh, and what each `remat` keeps."""
+"""`Execution`: refusals, what follows for its mesh, and what each `remat` keeps."""
 
 from collections import Counter
 from typing import Any, get_args
@@ -21,15 +21,17 @@ from moezoo.parallel.axes import Buffer, Weight
 from moezoo.parallel.collectives import GATHERED_TOKENS, varying_axes
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import equations
+from moezoo.parallel.weight_mover import WeightMover
 
 FSDP_EP = compose("rules=fsdp_ep").rules
 
 
 def test_the_default_is_one_device():
-    execution = Execution()
+    execution = on_mesh(Execution())
     assert execution.live_axes == execution.token_axes == ()
     assert execution.tokens_spec == PartitionSpec(None, None)
     group = execution.expert_group(8)
@@ -73,12 +75,12 @@ def test_a_strategy_without_an_axis_along_which_tokens_could_move():
 
 
 def test_axes_of_one_device_are_omitted():
-    execution = Execution(mesh=make_mesh(MeshShape(fsdp=2, context=4)), rules=FSDP_EP)
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape(fsdp=2, context=4)), rules=FSDP_EP))
     assert execution.live_axes == ("fsdp", "context")
     assert (execution.batch_axes, execution.sequence_axes) == (("fsdp",), ("context",))
     assert execution.tokens_spec == PartitionSpec(("fsdp",), ("context",))
     assert execution.expert_group(8).axes == ()
-    execution = Execution(mesh=make_mesh(MeshShape(fsdp=2, expert=4)), rules=FSDP_EP)
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape(fsdp=2, expert=4)), rules=FSDP_EP))
     assert execution.token_axes == ("fsdp", "expert")
     assert execution.ways(execution.token_axes) == 8
     assert (execution.expert_group(8).axes, execution.expert_group(8).num_local) == (("expert",), 2)
@@ -98,7 +100,7 @@ def layer(dtype=jnp.float32):
     return Layer(jnp.ones((2, 8, 8), dtype), jnp.ones((8, 6), dtype), jnp.ones((6, 8), dtype), jnp.ones(2))
 
 
-def on_mesh(function, execution, *specs):
+def mapped(function, execution, *specs):
     """Map `function` of a layer and more arguments, in the layout of `execution`."""
     return jax.shard_map(
         function, mesh=execution.mesh, in_specs=(execution.specs(layer()), *specs), out_specs=PartitionSpec("fsdp")
@@ -106,22 +108,22 @@ def on_mesh(function, execution, *specs):
 
 
 def test_gather_weights_casts_weights_and_never_buffers():
-    execution = Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, dtype="bfloat16")
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, dtype="bfloat16"))
 
     def local(stored):
         assert stored.experts.shape == (2, 2, 8)
-        whole = execution.gather_weights(stored)
+        whole = WeightMover(execution).gather(stored)
         assert (whole.experts.shape, whole.experts.dtype) == ((2, 8, 8), jnp.bfloat16)
         assert whole.whole.dtype == jnp.bfloat16
         assert whole.buffer.dtype == jnp.float32
-        assert {varying_axes(x) for x in jax.tree.leaves(execution.vary_parameters(stored))} == {frozenset({"fsdp"})}
+        assert {varying_axes(x) for x in jax.tree.leaves(WeightMover(execution).vary(stored))} == {frozenset({"fsdp"})}
         return whole.experts.materialise("bfloat16")
 
-    assert jax.eval_shape(on_mesh(local, execution), layer()).shape == (8, 8, 8)
+    assert jax.eval_shape(mapped(local, execution), layer()).shape == (8, 8, 8)
 
 
 def test_specs_refuse_what_the_rules_cannot_lay_out():
-    execution = Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP)
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP))
     assert execution.specs(layer()).experts == PartitionSpec(None, ("fsdp",), None)
     with refused("mesh.fsdp=4", "'expert_embed' 4 ways", "model.embed=6 (.experts)", "fsdp divides 6"):
         execution.specs(eqx.tree_at(lambda x: x.experts, layer(), jnp.ones((2, 6, 8))))
@@ -129,11 +131,11 @@ def test_specs_refuse_what_the_rules_cannot_lay_out():
 
 def operations(remat):
     """Count what a layer's forward and backward pass computes, and could keep instead."""
-    execution = Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, remat=remat)
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape(fsdp=4)), rules=FSDP_EP, remat=remat))
 
     @execution.checkpoint
     def body(x, stored):
-        whole = execution.gather_weights(stored)
+        whole = WeightMover(execution).gather(stored)
         tokens = checkpoint_name(lax.all_gather(x, "fsdp", tiled=True), GATHERED_TOKENS)
         sizes = jnp.asarray((3, 5), jnp.int32)
         y = grouped_matmul(tokens, whole.experts, sizes, implementation="ragged_dot")

@@ -13,8 +13,10 @@ from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
 from moezoo.nn.activation import SWIGLU
 from moezoo.parallel.gathered import Gathered
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations
+from moezoo.parallel.weight_mover import WeightMover
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 STACK = jax.random.normal(KEYS[0], (3, 4, 5))
@@ -67,13 +69,13 @@ def test_experts_and_gradients_are_those_of_arrays(implementation):
 
 def test_experts_are_gathered_and_scattered_along_the_first_dimension():
     """Their weights and gradients, where they are cut along a dimension of their matrices."""
-    execution = moezoo.Execution(auto_mesh(fsdp=4, expert=2), moezoo.compose().rules, Ring())
+    execution = on_mesh(moezoo.Execution(auto_mesh(fsdp=4, expert=2), moezoo.compose().rules, Ring()))
     experts = Experts(2, 8, 12, out_std=1.0, dtype=jnp.dtype("float32"), key=KEYS[6])
     specs = execution.specs(experts)
 
     def local(experts):
         def total(experts):
-            return sum((x**3).sum() for x in jax.tree.leaves(execution.gather_weights(experts)))
+            return sum((x**3).sum() for x in jax.tree.leaves(WeightMover(execution).gather(experts)))
 
         return jax.grad(total)(experts)
 

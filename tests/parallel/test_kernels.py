@@ -22,6 +22,7 @@ from moezoo.parallel.kernels import (
     run,
 )
 from moezoo.parallel.mesh import abstract_mesh, make_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 
 BACKENDS = {
     "new_gpus": lambda target: target.platform == "cuda" and (target.capability or "") >= "9.0",
@@ -99,16 +100,16 @@ def test_one_choice_for_all_platforms_needs_no_lowering():
 
 
 def test_the_target_is_that_of_the_mesh():
-    assert Execution().target is None
-    assert Execution(mesh=abstract_mesh(MeshShape())).target is None
-    execution = Execution(mesh=make_mesh(MeshShape()), kernels=Kernels(attention=("reference",)))
+    assert on_mesh(Execution()).target is None
+    assert on_mesh(Execution(mesh=abstract_mesh(MeshShape()))).target is None
+    execution = on_mesh(Execution(mesh=make_mesh(MeshShape()), kernels=Kernels(attention=("reference",))))
     assert isinstance(execution.mesh, Mesh)
     assert execution.target == CPU
     assert execution.kernel("attention") == KernelOrder(("reference",), CPU)
     assert execution.kernel("grouped_matmul") == KernelOrder((), CPU)
     abstract = execution.mesh.abstract_mesh
     assert isinstance(abstract, AbstractMesh)
-    assert Execution(mesh=abstract).target == CPU
+    assert on_mesh(Execution(mesh=abstract)).target == CPU
 
 
 def test_gpus_of_two_vendors():

@@ -15,6 +15,7 @@ import moezoo
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.parallel.held import hold, use
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.pipeline import Circular
 
 
@@ -73,7 +74,7 @@ SHAPES = ("model=mixtral", "model.layers=8")
 def stored(*overrides: str) -> dict[str, tuple]:
     """Return the layout of each parameter by its path."""
     cfg = moezoo.compose("model=deepseek", "model.layers=9", *overrides)
-    execution, model = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"), blueprint_of(cfg).shapes
+    execution, model = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")), blueprint_of(cfg).shapes
     leaves = jax.tree_util.tree_leaves_with_path(execution.placements(model))
     return {jax.tree_util.keystr(path): placement.stored for path, placement in leaves}
 
@@ -162,7 +163,7 @@ def test_settings_of_a_pipeline():
     assert cfg.execution.pipeline == Circular(chunks=2)
     assert cfg.parts == {"execution.microbatches": 1, "execution.pipeline.microbatches": 2}
     assert dataclasses.replace(cfg, mesh=MeshShape()).micro_batches == 1
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh)))
     assert (execution.stages, execution.micro_batches, execution.token_axes) == (2, 2, ("stage",))
     assert execution.within_stage.token_axes == ()
     assert execution.within_stage.live_axes == ()

@@ -22,8 +22,10 @@ from moezoo.parallel.axes import Role, parameter_table
 from moezoo.parallel.collectives import split_by_tokens
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import STAGE, MeshShape, abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import live
 from moezoo.parallel.traces import collective_traffic
+from moezoo.parallel.weight_mover import WeightMover
 from moezoo.training.build import build_step
 
 # By hand, major to minor, by letters: data, fsdp, expert (X), context, tensor. Experts compute split over what follows
@@ -168,11 +170,11 @@ def test_a_dimension_is_gathered_by_one_collective(name):
     """For tokens that move, and where experts' weights move too: all its axes split tokens, or none does."""
     for (preset, devices), strategy in itertools.product(SIZES, (Ragged(), Gather())):
         mesh = MeshShape(**fitting(preset, name, devices)[0])
-        execution = Execution(mesh=abstract_mesh(mesh), rules=shipped(name), dispatch=strategy)
+        execution = on_mesh(Execution(mesh=abstract_mesh(mesh), rules=shipped(name), dispatch=strategy))
         for axes, shape in parameters(preset):
             placement = execution.placement(axes, shape)
             gathered = [dim for dim in placement.gathered if dim]
-            runs = [split_by_tokens(dim, execution.summed_axes(placement)) for dim in gathered]
+            runs = [split_by_tokens(dim, WeightMover(execution).summed_axes(placement)) for dim in gathered]
             assert [len(run) for run in runs] == [1] * len(gathered), (preset, mesh, axes)
             kept = set(placement.mesh_axes) - {axis for dim in gathered for axis in dim}
             stays = strategy.moves == "tokens" and "expert" in axes.names
@@ -188,7 +190,7 @@ def check_trace(preset, name, devices, dispatch):
     words = [f"model={preset}", f"rules={name}", f"dispatch={dispatch}", f"model.layers={1 + dense_layers}"]
     words += ["optimizer=sgd", "seq_len=512", f"batch_size={rows}"]
     cfg = compose(*words, *(f"mesh.{axis}={size}" for axis, size in mesh.items()))
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh)))
     step = build_step(cfg, execution)
     table = collective_traffic(step.traced.jaxpr)
     moves_weights = execution.moves_weights

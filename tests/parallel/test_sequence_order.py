@@ -9,6 +9,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.build import build_execution
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.sequence_order import balanced_order
 
 
@@ -32,9 +33,9 @@ def test_a_length_that_is_not_divisible(length, fitting):
         balanced_order(length, 8)
 
 
-def execution(*overrides: str) -> moezoo.Execution:
+def execution(*overrides: str) -> MeshExecution:
     """Return the execution of the laptop-sized Mixtral, or another model."""
-    return build_execution(moezoo.compose("batch_size=8", "seq_len=16", *overrides))
+    return on_mesh(build_execution(moezoo.compose("batch_size=8", "seq_len=16", *overrides)))
 
 
 @pytest.mark.parametrize(
@@ -61,5 +62,6 @@ def test_a_run_is_refused_before_it_is_built():
 
 def test_whole_rows_keep_their_order():
     """Generation splits rows instead of sequences."""
-    whole = moezoo.Execution(auto_mesh(context=2), moezoo.compose().rules, sequence_order="balanced").for_rows(4)
+    execution = moezoo.Execution(auto_mesh(context=2), moezoo.compose().rules, sequence_order="balanced")
+    whole = on_mesh(execution).for_rows(4)
     np.testing.assert_array_equal(whole.token_order(7), np.arange(7))

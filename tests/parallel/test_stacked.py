@@ -14,8 +14,10 @@ from moezoo.kernels.permute import plan
 from moezoo.nn.linear import project
 from moezoo.parallel.axes import Axes, Role, Weight
 from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stacked import FEW_ROWS, InStack, ReadInStack
 from moezoo.parallel.stored import Stored
+from moezoo.parallel.weight_mover import WeightMover
 
 LAYERS, LAYER = 3, 2
 
@@ -175,6 +177,6 @@ def test_a_container_in_a_stack_has_arrays_of_its_layer():
     left, right = random_array(0, (LAYERS, 4, 2)), random_array(1, (LAYERS, 2, 6))
     product: Any = Product(left=left, right=right, dtype=np.dtype("float32"))
     pair = Pair(random_array(2, (LAYERS, 4, 6)), product)
-    found = Execution().layer(pair, jnp.int32(LAYER))
+    found = WeightMover(on_mesh(Execution())).layer(pair, jnp.int32(LAYER))
     assert isinstance(found.array, InStack)
     np.testing.assert_allclose(found.stored.materialise(jnp.float32), left[LAYER] @ right[LAYER], rtol=1e-6)

@@ -43,6 +43,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRule
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.rules import live
 from moezoo.typed import convert
@@ -334,7 +335,7 @@ class Case:
         return self.microbatches * (1 if self.pipeline is None else self.pipeline.count(stages))
 
     @property
-    def execution(self) -> moezoo.Execution:
+    def execution(self) -> MeshExecution:
         """The execution. No strategy drops tokens.
 
         Attention's backend is named, because the kernel's own order never takes `chunked` for sequences this short.
@@ -344,7 +345,7 @@ class Case:
         layout = rules()[self.rules]
         options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
         options["context_parallel"] = CONTEXT_PARALLEL[self.context_parallel]()
-        return moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options)
+        return on_mesh(moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options))
 
     @property
     def order(self) -> str:

@@ -23,7 +23,7 @@ from moezoo.kernels.attention import chunked
 from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.optim.base import newest
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.step import Metrics, State, Step
@@ -104,7 +104,7 @@ class CompiledStep:
         optimizer: Optimizer | None = None,
         start: Any = None,
         trained: Any = None,
-        execution: Execution | None = None,
+        execution: MeshExecution | None = None,
         rows: int = ROWS,
         adapter: Any = None,
     ):

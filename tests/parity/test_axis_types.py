@@ -21,6 +21,7 @@ import moezoo
 from moezoo.data import Batch, load
 from moezoo.models.blueprint import Blueprint
 from moezoo.optim import SGD, Constant, Optimizer
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traces import collective_traffic
 from moezoo.training.evaluate import Evaluator
 from moezoo.training.feed import Feed
@@ -36,7 +37,7 @@ CASES = (
 )
 
 
-def execution(case: Case, types: str) -> moezoo.Execution:
+def execution(case: Case, types: str) -> MeshExecution:
     """Return the execution of a case, on a mesh of these axis types."""
     return replace(case.execution, mesh=moezoo.make_mesh(replace(MESHES[case.mesh], axis_types=types)))
 

@@ -29,6 +29,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic, count_collectives, equations
 from moezoo.parallel.traffic import Traffic, TrafficTable
 from moezoo.tools.calls import CALLS
@@ -179,7 +180,7 @@ def test_devices_that_share_widths_exchange_the_same_rows(strategy):
 
     def exchanged(tensor: int) -> TrafficTable:
         mesh = abstract_mesh(moezoo.MeshShape(expert=4, tensor=tensor))
-        how = Execution(mesh, moezoo.compose("rules=tensor").rules, STRATEGIES[strategy]().exact)
+        how = on_mesh(Execution(mesh, moezoo.compose("rules=tensor").rules, STRATEGIES[strategy]().exact))
         optimizer = Optimizer(SGD(), Constant(), STEPS, how.placements(blueprint.shapes))
         table = collective_traffic(Step(blueprint, optimizer, how, batch_shapes(1)).traced.jaxpr)
         return TrafficTable({row: t for row, t in table.items() if row.scope.endswith(("dispatch", "combine"))})
@@ -212,7 +213,7 @@ def test_experts_have_no_scatter_add(strategy):
     valid = jax.ShapeDtypeStruct((4, 8), jnp.bool)
 
     def objective(moe: Any, x: Any, valid: Any) -> Any:
-        y, sums, _ = moe(x, context_of(valid), Execution(dispatch=STRATEGIES[strategy]()))
+        y, sums, _ = moe(x, context_of(valid), on_mesh(Execution(dispatch=STRATEGIES[strategy]())))
         return (y**2).sum() + sums.probabilities.sum() + sums.z
 
     program = jax.make_jaxpr(jax.value_and_grad(objective, (0, 1)))(unstacked, x, valid)
@@ -229,7 +230,7 @@ def test_loss_has_no_array_of_all_logits():
     labels = jax.ShapeDtypeStruct((4, tokens // 4), jnp.int32)
 
     def objective(model: Any, hidden: Any, labels: Any) -> Any:
-        return cross_entropy(model, hidden, labels, Execution())
+        return cross_entropy(model, hidden, labels, on_mesh(Execution()))
 
     program = jax.make_jaxpr(eqx.filter_value_and_grad(objective))(model, hidden, labels)
     sizes = [getattr(v.aval, "size", 0) for e in equations(program) for v in e.equation.outvars]

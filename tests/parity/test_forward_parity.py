@@ -18,6 +18,7 @@ import moezoo
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source, load
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Ragged, Ring
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.pipeline import Circular
 from moezoo.training.evaluate import Evaluator
 from moezoo.training.feed import Feed
@@ -41,11 +42,11 @@ class Setup(NamedTuple):
         return "-".join(self[:4]) + f"-{self.pipeline}" * (self.pipeline is not None)
 
     @property
-    def execution(self) -> moezoo.Execution:
+    def execution(self) -> MeshExecution:
         """The execution, with the bounded strategy where there is one."""
         strategy = BOUNDED.get(self.strategy) or STRATEGIES[self.strategy]()
         mesh = moezoo.make_mesh(shape_of(self.mesh))
-        return moezoo.Execution(mesh, rules()[self.rules], strategy, pipeline=self.pipeline)
+        return on_mesh(moezoo.Execution(mesh, rules()[self.rules], strategy, pipeline=self.pipeline))
 
 
 class Agreement(NamedTuple):

@@ -14,6 +14,7 @@ import moezoo
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import AdamW, Cosine, Optimizer
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.training.step import Metrics
 
 # As in `test_step_parity`, where it is explained.
@@ -22,10 +23,10 @@ MIXTRAL = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch")
 DEEPSEEK = Case("ring", "fsdp2_ep4", "fsdp_ep", "full", 1, "batch", "deepseek")
 
 
-def execution(rules: str, strategy: str, context_parallel: str = "gather", **axes: Any) -> moezoo.Execution:
+def execution(rules: str, strategy: str, context_parallel: str = "gather", **axes: Any) -> MeshExecution:
     """Return an execution under shipped rules, which replaces that of a `Case`; with `ring` in balanced order."""
     mesh, layout = moezoo.make_mesh(moezoo.MeshShape(**axes)), moezoo.compose(f"rules={rules}").rules
-    return moezoo.Execution(
+    how = moezoo.Execution(
         mesh,
         layout,
         STRATEGIES[strategy]().exact,
@@ -33,6 +34,7 @@ def execution(rules: str, strategy: str, context_parallel: str = "gather", **axe
         context_parallel=CONTEXT_PARALLEL[context_parallel](),
         sequence_order="balanced" if context_parallel == "ring" else "contiguous",
     )
+    return on_mesh(how)
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:

@@ -35,7 +35,9 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Interval, Scoring, SequenceGroup, SplitOperands
 from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.remat import rematerialise
+from moezoo.parallel.weight_mover import WeightMover
 from moezoo.tools.absent import ABSENT, absent_devices
 from moezoo.tools.compiling import compile_for, memory_of
 from moezoo.training.build import build_step
@@ -288,7 +290,8 @@ def test_attention_on_other_gpus(kind, dtype, temporaries):
 def test_what_a_layer_keeps_on_an_h200(remat, products):
     """Its tokens, products of rows as `remat` says, and numbers per token and expert of the router."""
     shape = ACCELERATOR["L1"]
-    execution = moezoo.Execution(mesh_of(moezoo.MeshShape(), absent_devices("h200")[:1]), dtype="bfloat16", remat=remat)
+    mesh = mesh_of(moezoo.MeshShape(), absent_devices("h200")[:1])
+    execution = on_mesh(moezoo.Execution(mesh, dtype="bfloat16", remat=remat))
     (x, block), (context,), _ = jax.eval_shape(functools.partial(layer_operands, shape, "uniform", "bfloat16"))
 
     def kept(x: Any, block: Any, context: Any) -> Any:
@@ -340,7 +343,7 @@ def test_ragged_is_the_real_exchange(kind, shape):
         both = {"expert": ("context", "expert")}
         store = {"embed": ("fsdp", "context", "expert"), "expert_embed": ("fsdp",), **both}
         rules = moezoo.Rules("cp_as_ep", store, both, ("data", "fsdp", "expert"), ("context",))
-    execution = moezoo.Execution(mesh, rules, Ragged())
+    execution = on_mesh(moezoo.Execution(mesh, rules, Ragged()))
     shapes = Blueprint(MixtralConfig(embed=256, layers=2)).shapes
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
     model = jax.tree.map(placed, shapes, execution.shardings(shapes))
@@ -376,7 +379,7 @@ def test_devices_work_while_rows_travel():
     """The compiled program runs shared experts between dispatch and combine, and products while results travel."""
     cfg = moezoo.compose("model=deepseek_v2_lite", "mesh=ep8")
     mesh = auto_mesh(absent_devices("v5p"), **cfg.mesh.sizes)
-    execution = moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16")
+    execution = on_mesh(moezoo.Execution(mesh, cfg.rules, Ragged(chunks=2), dtype="bfloat16"))
     model = Blueprint(cfg.model).shapes
     moe = model.stacks[-1].blocks[0].feed_forward
     specs = execution.specs(model).stacks[-1].blocks[0].feed_forward
@@ -386,7 +389,7 @@ def test_devices_work_while_rows_travel():
     x, valid = jax.ShapeDtypeStruct((16, 2048, cfg.model.embed), jnp.bfloat16), jax.ShapeDtypeStruct((16, 2048), bool)
 
     def local(moe, x, valid):
-        return execution.gather_weights(moe)(x, context_of(valid), execution).y
+        return WeightMover(execution).gather(moe)(x, context_of(valid), execution).y
 
     split = execution.tokens_spec
     placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731

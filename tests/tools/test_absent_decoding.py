@@ -16,6 +16,7 @@ from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.tools.absent import absent_devices
 from moezoo.tools.compiling import compile_for, memory_of
 
@@ -46,7 +47,7 @@ def test_one_token_over_a_long_cache(make, kind, share):
     declared = lambda kept: shape(LAYERS, TEXTS, *kept.sizes.values())  # noqa: E731
     slots = jax.tree.map(declared, layer.state(SLOTS), is_leaf=lambda x: isinstance(x, Kept))
     device = absent_devices(kind)[0]
-    execution = moezoo.Execution(mesh_of(moezoo.MeshShape(), [device]), dtype="bfloat16")
+    execution = on_mesh(moezoo.Execution(mesh_of(moezoo.MeshShape(), [device]), dtype="bfloat16"))
     at: Any = lambda tokens: Coordinates(*(shape(TEXTS, tokens, dtype=jnp.int32),) * 2)  # noqa: E731
 
     def token(layer, x, slots, now, keys, column):

@@ -15,6 +15,7 @@ import moezoo
 from moezoo.config.build import blueprint_of
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic, equations
 from moezoo.parallel.traffic import Row, Traffic, TrafficTable
 from moezoo.tools.calls import CALLS, Call, CallName
@@ -194,7 +195,7 @@ def test_parameters_are_stored_as_jax_does():
     change = lambda m: store(m, lambda path: path == f"{experts}.gate")  # noqa: E731
     blueprint = dataclasses.replace(blueprint_of(cfg), change=change)
     model, rows = blueprint.shapes, describe(cfg, parts="parameters", blueprint=blueprint).parameters
-    shardings = jax.tree.leaves(moezoo.execution(cfg).shardings(model))
+    shardings = jax.tree.leaves(on_mesh(moezoo.execution(cfg)).shardings(model))
     leaves = jax.tree_util.tree_leaves_with_path(model)
     assert [row.name for row in rows] == [jax.tree_util.keystr(path) for path, _ in leaves]
     for row, (_, leaf), sharding in zip(rows, leaves, shardings, strict=True):

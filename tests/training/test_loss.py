@@ -12,6 +12,7 @@ import moezoo
 from moezoo.models import MixtralConfig
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import equations
 from moezoo.training import loss
 
@@ -38,7 +39,7 @@ def _chunks(monkeypatch):
 
 def ours(unembedding, hidden):
     """Return a third of the cross-entropy."""
-    return loss.cross_entropy(model(unembedding), hidden, jnp.asarray(LABELS), moezoo.Execution()) / 3
+    return loss.cross_entropy(model(unembedding), hidden, jnp.asarray(LABELS), on_mesh(moezoo.Execution())) / 3
 
 
 def definition(unembedding, hidden):
@@ -68,7 +69,7 @@ def test_devices_may_share_the_vocabulary(monkeypatch):
     monkeypatch.setattr(loss, "_CHUNK_LOGITS", 4 * VOCAB // 4)
     monkeypatch.setattr(loss, "_CHUNK_TOKENS", 1)
     unembedding = eqx.tree_at(lambda u: u.weight, OPERANDS[0], replace_fn=lambda w: w.at[:, 30:].multiply(1000))
-    execution = moezoo.Execution(auto_mesh(tensor=4), moezoo.compose("rules=tensor").rules)
+    execution = on_mesh(moezoo.Execution(auto_mesh(tensor=4), moezoo.compose("rules=tensor").rules))
     labels, specs, whole = jnp.asarray(LABELS), execution.specs(unembedding), jax.sharding.PartitionSpec()
 
     def local(unembedding, hidden):

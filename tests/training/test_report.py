@@ -24,6 +24,7 @@ from moezoo.nn.containers import store
 from moezoo.optim import AdamW, Constant, Cosine
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.training.build import build_step
@@ -81,7 +82,7 @@ def test_lines_on_stages():
     """Which layers lie where, how long stages wait and what halves that, and what each device receives."""
     sizes = ("mesh.stage=2", "mesh.fsdp=2", "batch_size=64", "seq_len=16", "execution.pipeline.microbatches=8")
     cfg = moezoo.compose("model=deepseek", "model.layers=9", *sizes, "execution.pipeline.chunks=2")
-    execution = build_execution(cfg, abstract_mesh(cfg.mesh))
+    execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh)))
     step = build_step(cfg, execution)
     lines = stage_lines(execution, step.blueprint.shapes, collective_traffic(step.traced.jaxpr))
     hops, moved = 6 * 17 * 4 * 16 * 128 * 4, lines[2].rpartition("layers to their stages ")[2]
@@ -205,7 +206,7 @@ def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, 
     """What a step is compiled for, which setting names a backend, and why one made for the chip is passed over."""
     cfg = moezoo.compose(*words.split())
     monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target(*target.split()))
-    found = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
+    found = kernel_lines(on_mesh(build_execution(cfg)), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
     assert found == [f"grouped_matmul: {product}", f"attention: {attention}"]
 
 
@@ -215,7 +216,8 @@ def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
     monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
     rounded = functools.partial(BlockFP8.rounded, size=(4, 4))
     change = lambda model: store(model, lambda path: ".experts." in path, rounded)  # noqa: E731
-    line = kernel_lines(build_execution(cfg), cfg.seq_len, Blueprint(cfg.model, change=change).shapes.stacks)[0]
+    stacks = Blueprint(cfg.model, change=change).shapes.stacks
+    line = kernel_lines(on_mesh(build_execution(cfg)), cfg.seq_len, stacks)[0]
     assert line == "grouped_matmul: blocked (cuda 9.0: hopper takes whole stacks, not weights of few bits)"
 
 

@@ -1,7 +1,7 @@
 """`dense`: every expert runs on every token.
 
 Naive equivalent: itself; `y[t] = sum_e g[t, e] * expert[e](x[t])`, where g is zero for experts that t did not choose.
-Stages, with R = E T, after `Execution.gather_weights` has gathered the weights of all E experts:
+Stages, with R = E T, after `WeightMover.gather` has gathered the weights of all E experts:
 
     tokens [T, d] -> rows [E, T, d] -> results [E, T, d] -> sums [T, d]
 

@@ -1,7 +1,7 @@
 """`gather`: weights move, tokens stay.
 
 Naive equivalent: copy all E experts to every device, then run each token through its K experts there.
-Stages, with R = T K, after `Execution.gather_weights` has gathered the weights of all E experts:
+Stages, with R = T K, after `WeightMover.gather` has gathered the weights of all E experts:
 
     tokens [T, d] -> rows [T K, d], sorted by expert -> results [T K, d] -> sums [T, d]
 

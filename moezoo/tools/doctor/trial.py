@@ -20,6 +20,7 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.training.build import build_state, build_step
 from moezoo.training.step import State, Step
 
@@ -55,7 +56,7 @@ class Trial(NamedTuple):
     """
 
     sizes: Sizes
-    execution: Execution
+    execution: MeshExecution
     step: Step
     state: State
     tokens: Int[np.ndarray, "rows seq"]
@@ -120,7 +121,7 @@ def prepare(devices: list[Any], sizes: Sizes | None = None) -> Trial:
         "optimizer.learning_rate=0.01",
         "steps=2",
     )
-    execution = build_execution(cfg, mesh_of(cfg.mesh, devices))
+    execution = on_mesh(build_execution(cfg, mesh_of(cfg.mesh, devices)))
     step = build_step(cfg, execution)
     state = jax.block_until_ready(build_state(cfg, execution, step))
     tokens = np.random.default_rng(0).integers(0, vocab, (count, sizes.length + 1), np.int32)

@@ -21,7 +21,8 @@ from moezoo.nn.base import FeedForwardOutput, MixerOutput
 from moezoo.nn.positions import make_context
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Coordinates
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import on_mesh, place
 from moezoo.parallel.stored import Stored
 
 
@@ -38,7 +39,7 @@ Where = tuple[str, int | None]
 
 def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, ModuleRecord]:
     """Let `model` read `tokens` [batch, seq] on one device; return each module's record, in the order they finish."""
-    execution = Execution()
+    execution = on_mesh(Execution())
     model = place(model, execution)
     ids = jnp.asarray(tokens, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)

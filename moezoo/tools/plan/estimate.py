@@ -23,6 +23,7 @@ from moezoo.host import in_gib
 from moezoo.parallel.dispatch import Dispatch
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import abstract_mesh
+from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.tools.absent import GPUS
 from moezoo.tools.calls import CALLS
@@ -125,8 +126,8 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
         UserError: The parts of the configuration do not fit together.
     """
     cfg = compose(*words)
-    execution, shapes = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"), blueprint_on(cfg).shapes
-    stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(shapes)))
+    execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"))
+    stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(blueprint_on(cfg).shapes)))
     group = execution.expert_group(cfg.model.experts)
     split = (execution.batch_axes, execution.sequence_axes, group.axes, tuple(cfg.mesh.sizes.items()), str(where))
     split += (str(execution.pipeline),)
@@ -140,7 +141,7 @@ def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: Call
     if not isinstance(cfg.dispatch, Dispatch):
         cfg = dataclasses.replace(cfg, dispatch=CALLS[call](cfg, blueprint_on(cfg), mesh).execution.strategy)
         name += f": {path_of(type(cfg.dispatch))}"
-    group = build_execution(cfg, mesh, batches="any").expert_group(cfg.model.experts)
+    group = on_mesh(build_execution(cfg, mesh, batches="any")).expert_group(cfg.model.experts)
     found, have = footprint(cfg, call, target=target_of(where)), where.chip.hbm_bytes
     mesh = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     held: dict[str, int] = {}

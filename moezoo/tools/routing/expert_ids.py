@@ -21,8 +21,9 @@ from moezoo.nn.few_bits import cut_pieces
 from moezoo.nn.positions import make_context
 from moezoo.parallel.axes import Stack
 from moezoo.parallel.context_parallel import Coordinates
-from moezoo.parallel.execution import Execution, place
+from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
 from moezoo.training.feed import Feed
 
 
@@ -46,16 +47,16 @@ class ExpertIds:
             )
         self.layers = tuple(each.number for each in addresses)
         self.experts, self.k, self.vocab = model.config.experts, model.config.experts_per_token, model.vocab
-        execution = execution.in_turn
-        check_tokens(*shape, execution, batch_key="batch_size")
-        execution = choose_dispatch(model.stacks, *shape, execution.exact, "evaluate")
-        mesh = make_mesh(MeshShape()) if execution.mesh is None else execution.mesh
+        here = on_mesh(execution.in_turn)
+        check_tokens(*shape, here, batch_key="batch_size")
+        here = choose_dispatch(model.stacks, *shape, here.exact, "evaluate")
+        mesh = make_mesh(MeshShape()) if here.mesh is None else here.mesh
         assert isinstance(mesh, jax.sharding.Mesh)
-        order = execution.token_order(shape[1])
+        order = here.token_order(shape[1])
         self._addresses, self._back = addresses, np.argsort(order)
-        self._model = place(cut_pieces(model, execution), execution)
-        self._feed = Feed(NamedSharding(mesh, execution.tokens_spec), shape, order)
-        self._program = _make_program(execution)
+        self._model = place(cut_pieces(model, here), here)
+        self._feed = Feed(NamedSharding(mesh, here.tokens_spec), shape, order)
+        self._program = _make_program(here)
 
     def __call__(self, batch: Batch) -> Int32[np.ndarray, "layer batch seq k"]:
         """Return the experts of each token in each layer with experts; `experts` at padding.
@@ -69,7 +70,7 @@ class ExpertIds:
 
 
 @functools.lru_cache(maxsize=8)
-def _make_program(execution: Execution) -> Any:
+def _make_program(execution: MeshExecution) -> Any:
     """Return the program from a model and a `Batch` to expert ids [layer, batch, seq, k] by stack and kind.
 
     All models that run in one way share it, so those of one kind are compiled once.

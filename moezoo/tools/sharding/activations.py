@@ -15,7 +15,7 @@ from moezoo.moe.chunks import for_group
 from moezoo.nn.cache import Cache
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.tools.calls import Call
 
@@ -108,7 +108,7 @@ def _pipeline_rows(cfg: TrainConfig, call: Call) -> Iterator[ActivationRow]:
         yield _row(name, axes, (execution.stage_axes, *split), local, execution.dtype, execution)
 
 
-def cache_rows(model: LanguageModel, cache: Cache, execution: Execution) -> Iterator[ActivationRow]:
+def cache_rows(model: LanguageModel, cache: Cache, execution: MeshExecution) -> Iterator[ActivationRow]:
     """Yield the arrays of a cache, whose shapes are those of whole arrays."""
     over = execution.batch_axes
     for number, kinds in enumerate(cache.states):
@@ -123,7 +123,7 @@ def cache_rows(model: LanguageModel, cache: Cache, execution: Execution) -> Iter
 
 
 def _row(
-    name: str, axes: Sequence[str], spec: Spec, local: Sequence[int], dtype: DTypeLike, execution: Execution
+    name: str, axes: Sequence[str], spec: Spec, local: Sequence[int], dtype: DTypeLike, execution: MeshExecution
 ) -> ActivationRow:
     """Return the row of an array by the shape of a device's part; `spec` has the dimensions before the inner ones."""
     spec = (*spec, *(execution.rules.kept(logical, execution.sizes) for logical in axes[len(spec) :]))
@@ -131,7 +131,7 @@ def _row(
     return ActivationRow(name, tuple(axes), spec, shape, tuple(local), math.prod(local) * jnp.dtype(dtype).itemsize)
 
 
-def _ways(axis: str, execution: Execution) -> int:
+def _ways(axis: str, execution: MeshExecution) -> int:
     """Return the number of parts that a logical axis is split into while computing."""
     return execution.ways(execution.rules.kept(axis, execution.sizes))
 

@@ -9,8 +9,8 @@ from moezoo.config.settings import TrainConfig, check_config
 from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import abstract_mesh, no_context_mesh
+from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
 from moezoo.tools.calls import CALLS, CallName
@@ -123,7 +123,7 @@ def describe(
     blueprint = blueprint_on(cfg, given=blueprint)
     if parts == "parameters":
         execution = build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
-        return Sharding(_parameters(blueprint, execution))
+        return Sharding(_parameters(blueprint, on_mesh(execution)))
     with no_context_mesh():
         program = CALLS[call](cfg, blueprint)
         traced = program.trace()
@@ -148,7 +148,7 @@ def collectives(traffic: TrafficTable) -> tuple[CollectiveRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.scope, row.op, row.mesh_axes)))
 
 
-def _parameters(blueprint: Blueprint, execution: Execution) -> tuple[ParameterRow, ...]:
+def _parameters(blueprint: Blueprint, execution: MeshExecution) -> tuple[ParameterRow, ...]:
     rows = []
     arrays = jax.tree_util.tree_leaves_with_path(blueprint.shapes)
     placements, mask = jax.tree.leaves(execution.placements(blueprint.shapes)), jax.tree.leaves(blueprint.mask)
