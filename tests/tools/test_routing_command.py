@@ -13,7 +13,7 @@ from tokenizers_of_kinds import KINDS, with_start
 
 import moezoo
 from moezoo.models import MixtralConfig, build_model
-from moezoo.tools.routing.counted import RoutingAgreement, TextRouting, compare_routing
+from moezoo.tools.routing.counted import Context, RoutingAgreement, TextRouting, compare_routing
 from moezoo.tools.routing.report import escape, make_page, numbers
 from moezoo.tools.routing.tally import Tally
 
@@ -161,11 +161,10 @@ def test_a_large_model_has_a_small_page(tmp_path):
     tokens = np.arange(count * experts) % count
     first = rng.integers(0, experts, (layers, 1, len(tokens)))
     tally.add(tokens[None], np.ones((1, len(tokens)), bool), np.stack([first, (first + 1) % experts], -1))
-    context = ("<before>" * 60, "<script>", "&after;" * 60)
 
     class Text(TextRouting):
         def context(self, place):
-            return context
+            return Context("<before>" * 60, "<script>" * (place % 2), "&after;" * 60)
 
     rows: Any = types.SimpleNamespace(unit="token")
     routing = Text((*range(1, layers + 1),), tally, rows)
@@ -180,6 +179,7 @@ def test_a_large_model_has_a_small_page(tmp_path):
     shown = Page(page)
     shown.check_inert()
     assert "<script>" in shown.text
+    assert "<mark>[" in page  # the number of a token without text
     assert page.count("50.000%") == layers
 
 

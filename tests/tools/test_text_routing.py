@@ -171,7 +171,7 @@ def test_counts_equal_loops_over_tokens(case):
         assert tally.dead[layer, e] == (load[layer, e] == 0)
         for at, token in enumerate(tally.token_ids):
             assert tally.chosen[layer, e, at] == chosen[layer, e, token]
-            assert tally.first[layer, e, at] == first.get((layer, e, token), -1)
+            assert tally.first[layer, e, at] == first.get((layer, e, token), 2**63 - 1)
         for f in range(experts):
             assert tally.pairs[layer, e, f] == pairs[layer, e, f]
             together = tally.co_activation[layer, e, f]

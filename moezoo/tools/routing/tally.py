@@ -37,7 +37,7 @@ class Tally:
         token_ids: The tokens of the vocabulary that are counted, [counted], the most frequent first.
         occurrences: How often each of them is in the text, int64 [counted].
         chosen: How often each of them went to each expert, int32 [layer, experts, counted].
-        first: The place of the first such token, counted over all rows, padding included; -1 if there is none.
+        first: The place of the first such token, counted over all rows, padding included; 2^63 - 1 if there is none.
     """
 
     def __init__(self, layers: int, experts: int, k: int, occurrences: Integer[np.ndarray, " vocab"]):
@@ -53,23 +53,20 @@ class Tally:
         self._column[self.token_ids] = np.arange(len(self.token_ids))
         self.pairs = np.zeros((layers, experts, experts), np.int64)
         self.chosen = np.zeros((layers, experts, len(self.token_ids)), np.int32)
-        self.first = np.full(self.chosen.shape, -1, np.int64)
+        self.first = np.full(self.chosen.shape, np.iinfo(np.int64).max)
 
     def add(self, tokens: np.ndarray, valid: np.ndarray, expert_ids: Integer[np.ndarray, "layer batch seq k"]) -> None:
         """Add the next batch of `tokens` [batch, seq]; only those where `valid` [batch, seq] count."""
         places = self._read + np.flatnonzero(valid)
         self._read += valid.size
         columns = self._column[tokens[valid]]
-        experts, counted = self.chosen.shape[1:]
+        kept, (experts, counted) = columns >= 0, self.chosen.shape[1:]
         for layer, ids in enumerate(expert_ids[:, valid].astype(np.int64)):  # [tokens, k]
             pairs = np.bincount((ids[:, :, None] * experts + ids[:, None, :]).ravel(), minlength=experts**2)
             self.pairs[layer] += pairs.reshape(experts, experts)
-            flat = (ids * counted + columns[:, None])[columns >= 0].ravel()
-            where = np.repeat(places[columns >= 0], self.k)
-            cells, at, number = np.unique(flat, return_index=True, return_counts=True)
-            chosen, first = self.chosen[layer].reshape(-1), self.first[layer].reshape(-1)
-            chosen[cells] += number.astype(np.int32)
-            first[cells] = np.where(first[cells] < 0, where[at], first[cells])
+            cells = (ids * counted + columns[:, None])[kept].ravel()
+            np.add.at(self.chosen[layer].reshape(-1), cells, 1)
+            np.minimum.at(self.first[layer].reshape(-1), cells, np.repeat(places[kept], self.k))
 
     @property
     def load(self) -> Int64[np.ndarray, "layer experts"]:
