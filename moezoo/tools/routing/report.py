@@ -123,7 +123,7 @@ def _draw(report: Mapping[str, Any], text: TextRouting, history: list[Any], fold
     """Draw the pictures; return them by what they show."""
     pictures, tally, layers = {}, text.tally, [f"layer {number}" for number in text.layers]
 
-    def draw(title: str, name: str, across: str, panels: np.ndarray, columns: Iterable[str] = ()) -> None:
+    def draw(title: str, name: str, across: str, panels: np.ndarray, columns: Iterable[object] = ()) -> None:
         pictures[title], by_layer = folder / name, dict(zip(layers, panels, strict=True))
         relative_picture(by_layer, folder / name, title=title, labels=("expert", across), columns=[*columns])
 
