@@ -62,9 +62,9 @@ class ValidationBatches(Iterator[Batch], Sized):
     def __next__(self) -> Batch:
         return next(self._batches)
 
-    def row(self, number: int) -> Batch:
-        """Return row `number` of all batches, as a batch of this row."""
-        return self._read(self._indices.reshape(-1)[number : number + 1])
+    def read(self, first: int, rows: int) -> Batch:
+        """Return `rows` rows from number `first` on, counted over all batches."""
+        return self._read(self._indices.reshape(-1)[first : first + rows])
 
 
 def validation_batches(

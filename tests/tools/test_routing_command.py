@@ -13,10 +13,9 @@ from tokenizers_of_kinds import KINDS, with_start
 
 import moezoo
 from moezoo.models import MixtralConfig, build_model
-from moezoo.tools.routing.counted import RoutingAgreement, TextRouting, compare_routing
-from moezoo.tools.routing.page import escape, make_page
-from moezoo.tools.routing.tally import Counter
-from moezoo.tools.routing.text import Found, shown_tokens
+from moezoo.tools.routing.counted import Context, RoutingAgreement, TextRouting, compare_routing
+from moezoo.tools.routing.report import escape, make_page, numbers
+from moezoo.tools.routing.tally import Tally
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> &amp; 'quoted' \"twice\" \x00\x1b[2J \u202eback\n"
 
@@ -157,31 +156,29 @@ def test_a_large_model_has_a_small_page(tmp_path):
     """12 layers of 32 experts with long contexts, and pictures of 3 MB: what does not fit is named."""
     layers, experts, count = 12, 32, 60
     rng = np.random.default_rng(0)
-    counter = Counter(layers, experts, 2, np.full(count, experts))
+    tally = Tally(layers, experts, 2, np.full(count, experts))
     tokens = np.arange(count * experts) % count
     first = rng.integers(0, experts, (layers, 1, len(tokens)))
-    counter.add(tokens[None], np.ones((1, len(tokens)), bool), np.stack([first, (first + 1) % experts], -1))
-    context = ("<before>" * 60, "<script>", "&after;" * 60)
+    tally.add(tokens[None], np.ones((1, len(tokens)), bool), np.stack([first, (first + 1) % experts], -1))
 
     class Text(TextRouting):
         def context(self, place):
-            return context
+            return Context("<before>" * 60, "<script>" * (place % 2), "&after;" * 60)
 
     rows: Any = types.SimpleNamespace(unit="token")
-    routing = Text((*range(1, layers + 1),), counter.tally, rows)
-    found = Found(
-        "<model>", None, "all", types.SimpleNamespace(name="text"), routing,
-        {"<other>": RoutingAgreement(np.full(layers, 0.5), counter.tally.load)}, [], 8,
-    )  # fmt: skip
+    routing = Text((*range(1, layers + 1),), tally, rows)
+    other = {"<other>": RoutingAgreement(np.full(layers, 0.5), tally.load)}
+    report = numbers("<model>", "data=text, all documents", routing, other, {}, 8)
     picture = tmp_path / "large.png"
     picture.write_bytes(bytes(3_000_000))
-    page = make_page(found, shown_tokens(found), {"<picture>": picture})
+    page = make_page("<model>", report, tally.co_activation, {"<picture>": picture})
     assert 4_000_000 < len(page.encode()) < 5_000_000
     assert "large.png" in page
     assert "layers more are in routing.json" in page
     shown = Page(page)
     shown.check_inert()
     assert "<script>" in shown.text
+    assert "<mark>[" in page  # the number of a token without text
     assert page.count("50.000%") == layers
 
 

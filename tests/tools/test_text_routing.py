@@ -19,10 +19,9 @@ from refusals import refused
 import moezoo
 from moezoo.data import Batch, load
 from moezoo.tools.parity.recording import record_model
-from moezoo.tools.routing.expert_ids import ExpertIds
-from moezoo.tools.routing.rows import rows_of_source
-from moezoo.tools.routing.specific import log_odds, specific_tokens
-from moezoo.tools.routing.tally import Counter, count_shared
+from moezoo.tools.routing.counted import rows_of_source
+from moezoo.tools.routing.expert_ids import make_expert_ids
+from moezoo.tools.routing.tally import Tally, count_shared, log_odds
 
 ROWS, LENGTH = 8, 16
 PADDED = (0, 12)  # row 0 has padding from token 12 on; row 3 has nothing else
@@ -49,15 +48,15 @@ def model():
 @pytest.fixture(scope="module")
 def expert_ids(model):
     """The compiled program on one device."""
-    return ExpertIds(model, moezoo.Execution(), (ROWS, LENGTH))
+    return make_expert_ids(model, moezoo.Execution(), (ROWS, LENGTH))
 
 
 def test_ids_are_those_of_each_router(model, expert_ids):
     """The oracle records each router's gates; layers of one kind are not adjacent in the model."""
     batch = make_batch(40, packed=False)
     found, records = expert_ids(batch), record_model(model, batch.tokens)
-    assert (expert_ids.layers, found.shape) == ((0, 1, 2, 3), (4, ROWS, LENGTH, 2))
-    for row, layer in enumerate(expert_ids.layers):
+    assert found.shape == (4, ROWS, LENGTH, 2)
+    for row, layer in enumerate((0, 1, 2, 3)):
         (gates,) = (
             one.output for (path, number), one in records.items() if number == layer and path.endswith(".router")
         )
@@ -73,7 +72,7 @@ def test_any_mesh_and_order_of_tokens(model, expert_ids):
     )
     batch = make_batch(40, packed=True)
     ids = expert_ids(batch)
-    np.testing.assert_array_equal(ExpertIds(model, moezoo.execution(cfg), (ROWS, LENGTH))(batch), ids)
+    np.testing.assert_array_equal(make_expert_ids(model, moezoo.execution(cfg), (ROWS, LENGTH))(batch), ids)
     assert (ids[:, *PADDED] == 8).all()
     assert (ids[:, batch.segments > 0] < 8).all()
 
@@ -84,6 +83,7 @@ def test_counts_of_a_text_and_the_models_own_routing(model):
     found = moezoo.analysis.routing(model, batch)
     own = jax.jit(lambda m: m(batch.tokens, segments=batch.segments, positions=batch.positions).routing)(model)
     np.testing.assert_array_equal(found.tally.load, own.load)
+    assert found.layers == (0, 1, 2, 3)
     assert found.tally.tokens == (batch.segments > 0).sum() == ROWS * LENGTH - LENGTH - 4
     layer = found.tally.balance_by_layer[1]
     assert layer.max_violation == pytest.approx(own.max_violation[1])
@@ -111,7 +111,7 @@ def test_agreement_of_two_models(model, expert_ids):
         lambda m: m.stacks[0].blocks[1].feed_forward.router.weight, model, weight.at[0].set(weight[0, :, ::-1])
     )
     found = moezoo.analysis.compare_routing(model, other, batch)
-    one, two = expert_ids(batch), ExpertIds(other, moezoo.Execution(), (ROWS, LENGTH))(batch)
+    one, two = expert_ids(batch), make_expert_ids(other, moezoo.Execution(), (ROWS, LENGTH))(batch)
     for layer in range(4):
         shared = [len({*one[layer, row, at]} & {*two[layer, row, at]}) for row, at in np.argwhere(batch.segments > 0)]
         assert found.agreement[layer] == pytest.approx(np.mean(shared) / 2)
@@ -150,11 +150,10 @@ def test_counts_equal_loops_over_tokens(case):
     read = [(place, *token) for place, token in enumerate(itertools.chain.from_iterable(rows))]
     read = [(place, token, ids) for place, token, valid, ids in read if valid]
     occurrences = np.bincount(np.array([token for _, token, _ in read], int), minlength=5)
-    counter = Counter(layers, experts, k, occurrences)
+    tally = Tally(layers, experts, k, occurrences)
     for row in rows:
         tokens, valid, ids = (np.array(each)[None] for each in zip(*row, strict=True))  # ids [1, seq, layer, k]
-        counter.add(tokens, valid, ids.transpose(2, 0, 1, 3))
-    tally = counter.tally
+        tally.add(tokens, valid, ids.transpose(2, 0, 1, 3))
     load, pairs, chosen, first = collections.Counter(), collections.Counter(), collections.Counter(), {}
     for place, token, ids in read:
         for layer in range(layers):
@@ -172,7 +171,7 @@ def test_counts_equal_loops_over_tokens(case):
         assert tally.dead[layer, e] == (load[layer, e] == 0)
         for at, token in enumerate(tally.token_ids):
             assert tally.chosen[layer, e, at] == chosen[layer, e, token]
-            assert tally.first[layer, e, at] == first.get((layer, e, token), -1)
+            assert tally.first[layer, e, at] == first.get((layer, e, token), 2**63 - 1)
         for f in range(experts):
             assert tally.pairs[layer, e, f] == pairs[layer, e, f]
             together = tally.co_activation[layer, e, f]
@@ -182,7 +181,7 @@ def test_counts_equal_loops_over_tokens(case):
             both, one, two = (count / len(read) for count in (pairs[layer, e, f], load[layer, e], load[layer, f]))
             assert together == pytest.approx(both / (one * two) * k * (experts - 1) / ((k - 1) * experts))
     assert tally.balance.experts_in_use == pytest.approx(len(load) / (layers * experts))
-    for layer, of_layer in enumerate(specific_tokens(tally, 2)):
+    for layer, of_layer in enumerate(tally.specific_tokens(2)):
         for e, found in enumerate(of_layer):
             assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
             assert all(each.chosen == chosen[layer, e, each.token] > 0 for each in found)
@@ -191,11 +190,11 @@ def test_counts_equal_loops_over_tokens(case):
 
 def test_independent_choices_have_co_activation_one():
     """All pairs of four experts, equally often."""
-    counter = Counter(1, 4, 2, np.array([6]))
-    counter.add(
+    tally = Tally(1, 4, 2, np.array([6]))
+    tally.add(
         np.zeros((1, 6), int), np.ones((1, 6), bool), np.array([*itertools.combinations(range(4), 2)])[None, None]
     )
-    found = counter.tally.co_activation[0]
+    found = tally.co_activation[0]
     np.testing.assert_allclose(found[~np.eye(4, dtype=bool)], 1)
     assert np.isnan(found.diagonal()).all()
 
@@ -203,11 +202,11 @@ def test_independent_choices_have_co_activation_one():
 def test_memory_of_counts_is_bounded(monkeypatch):
     """The most frequent tokens are counted, ties in the order of ids; loads count all."""
     monkeypatch.setattr("moezoo.tools.routing.tally._MOST_COUNTS", 8)
-    counter = Counter(2, 2, 1, np.array([1, 3, 0, 3]))
-    counter.add(np.array([[1, 3, 1, 3, 0, 1, 3]]), np.ones((1, 7), bool), np.zeros((2, 1, 7, 1), int))
-    assert counter.tally.token_ids.tolist() == [1, 3]
-    assert counter.tally.chosen[:, 0].tolist() == [[3, 3]] * 2
-    assert counter.tally.load.tolist() == [[7, 0]] * 2
+    tally = Tally(2, 2, 1, np.array([1, 3, 0, 3]))
+    tally.add(np.array([[1, 3, 1, 3, 0, 1, 3]]), np.ones((1, 7), bool), np.zeros((2, 1, 7, 1), int))
+    assert tally.token_ids.tolist() == [1, 3]
+    assert tally.chosen[:, 0].tolist() == [[3, 3]] * 2
+    assert tally.load.tolist() == [[7, 0]] * 2
 
 
 def test_log_odds_by_the_formula():
@@ -239,7 +238,7 @@ def test_rows_of_a_mixture_by_their_number():
     assert rows.count == len(read) == 4
     for number, batch in enumerate(read):
         for at in range(2):
-            for one, all_ in zip(rows.row(2 * number + at), batch, strict=True):
+            for one, all_ in zip(rows.read(2 * number + at, 1), batch, strict=True):
                 np.testing.assert_array_equal(one[0], all_[at])
     assert [int((batch.segments > 0).any(1).sum()) for batch in read] == [2, 1, 2, 1]
 

@@ -2,12 +2,12 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.cli.model_keys import load_model, named_run
+from moezoo.cli.model_keys import ModelKeys, configure_model, load_model, named_run
 from moezoo.cli.text_keys import TextKeys, configure_text, load_text
 from moezoo.config import overrides
 from moezoo.config.options import key, take
@@ -59,14 +59,6 @@ def configure(*arguments: str) -> Any:
     return configure_text(*take(Keys, arguments))
 
 
-class _Compared(NamedTuple):
-    """What is compared with the model: its name, how to load it (None for the same model), and how it runs."""
-
-    name: str
-    load: Callable[[], Any] | None
-    execution: Any
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read the text, print a line per layer, and write the files."""
     from moezoo.config.build import build_execution
@@ -76,92 +68,82 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.parallel.mesh import start
     from moezoo.progress import BatchCounter, bar_on
     from moezoo.tools.routing.counted import compare_routing, routing
-    from moezoo.tools.routing.files import check_folder, write
-    from moezoo.tools.routing.text import Found, lines
+    from moezoo.tools.routing.report import lines, numbers, write
+    from moezoo.training.files import check_writable, writing_to
+    from moezoo.training.metrics import read_metrics
 
     keys, changes = take(Keys, arguments)
     cfg = configure_text(keys, changes)
-    others = {
-        text: configure_text(keys, overrides.replace(changes, overrides.words_of("", text))) for text in keys.against
-    }
+    ways = {way: configure_text(keys, overrides.replace(changes, overrides.words_of("", way))) for way in keys.against}
     run = None if keys.run_dir is None else run_folder(folder_path(keys.run_dir, "run_dir"))
     out = Path(keys.out).expanduser() if keys.out is not None else (run or Path()) / "routing"
-    check_folder(out, "out")
-    start(max(each.mesh.devices for each in (cfg, *others.values())))  # JAX cannot add devices later
+    with writing_to("out", out):
+        check_writable(out)
+    start(max(each.mesh.devices for each in (cfg, *ways.values())))  # JAX cannot add devices later
     execution = build_execution(cfg)
-    compared = [_Compared(text, None, build_execution(other)) for text, other in others.items()]
+    # What is compared -> which model, None for the same one, and how it runs.
+    compared: dict[str, Any] = {name: (None, build_execution(way)) for name, way in ways.items()}
     use, source = load_text(keys, cfg, changes)
-    place = [f"mesh.{axis}={size}" for axis, size in cfg.mesh.sizes.items()]
     if keys.other is not None:
-        _check_other(keys, keys.other, cfg)
-        compared.append(_Compared(keys.other, lambda: _load(keys.other, place, execution), execution))
-    step, older = None, []
+        compared[keys.other] = _check_other(keys, keys.other, cfg.model), execution
+    name, step, older, history = keys.run_dir or keys.folder or "", None, [], []
     if run is not None:
         checkpoints, step = find(folder_path(named_run(keys), "run_dir"), "run_dir")
         older = [each for each in steps(checkpoints) if each < step]
-        compared += [
-            _Compared(
-                f"step {each}", lambda each=each: _load(str(checkpoints / str(each)), place, execution), execution
-            )
-            for each in older
-        ]
+        compared |= {f"step {each}": (ModelKeys(str(checkpoints / str(each))), execution) for each in older}
+        history = read_metrics(run / "metrics.jsonl", until=step)
     use_cache(cfg.cache_dir, execution.mesh)
-    model = load_model(keys, changes, execution)
+    model, place = load_model(keys, changes, execution), [f"mesh.{axis}={n}" for axis, n in cfg.mesh.sizes.items()]
     options: Any = {"execution": execution, "split": use, "source": source}
     with bar_on(sys.stderr) as bar:
         options["on_batch"] = BatchCounter(bar, lambda line: print(line, file=sys.stderr))
-        text = routing(model, cfg, **options)
-        agreements = {
-            name: compare_routing(model, model if load is None else load(), cfg, other_execution=how, **options)
-            for name, load, how in compared
-        }
-    found = Found(keys.run_dir or keys.folder or "", step, use, source, text, agreements, older, keys.top)
-    print("\n".join(lines(found)))
-    for path in write(found, run, out):
+        text, agreements = routing(model, cfg, **options), {}
+        for what, (its, how) in compared.items():
+            other = model if its is None else load_model(its, place, execution)
+            agreements[what] = compare_routing(model, other, cfg, other_execution=how, **options)
+    loads = {each: agreements[f"step {each}"].load for each in older}
+    loads |= {} if step is None else {step: text.tally.load}
+    shown = name if step is None else f"{name}, step {step:,}"
+    report = numbers(shown, f"data={source.name}, {use} documents", text, agreements, loads, keys.top)
+    print("\n".join(lines(report)))
+    for path in write(name, report, text, history, out):
         print(f"{'written':<11} {path}")
 
 
-def _load(path: str, place: Sequence[str], execution: Any) -> Any:
-    """Return the model of a run or a folder."""
-    from moezoo.hub.loading import from_pretrained
-    from moezoo.training.saved import load_run
+def _check_other(keys: Keys, other: str, model: Any) -> ModelKeys:
+    """Return the keys of the second model; `model` are the sizes of the first.
 
-    return from_pretrained(path, execution) if _is_folder(path) else load_run(path, *place)[0]
-
-
-def _is_folder(path: str) -> bool:
-    """Whether `path` is a Hugging Face folder; otherwise it should be a run."""
-    return (Path(path).expanduser() / "config.json").exists()
-
-
-def _check_other(keys: Keys, other: str, cfg: Any) -> None:
-    """Raise `UserError` unless the second model has the same sizes and tokenizer, as far as files show them."""
+    Raises `UserError` unless both have the same sizes and tokenizer, as far as files show them.
+    """
     from moezoo.config.compose import folder_path, read_run
     from moezoo.config.run_folders import find
     from moezoo.data.tokenizer import is_same_tokenizer
-    from moezoo.hub.folders import find_tokenizer, hub_model_config
-    from moezoo.training.saved import saved_config
+    from moezoo.hub.folders import find_tokenizer
 
-    if not _is_folder(other):
+    if (Path(other).expanduser() / "config.json").exists():
+        second = ModelKeys(folder=other)
+    else:
         read_run(other, "other")  # its message names this key
         find(folder_path(other, "other"), "other")
-    saved = None if _is_folder(other) else saved_config(other)
-    model = hub_model_config(other) if saved is None else saved.model
-    own_path = keys.folder or keys.run_dir or ""
+        second = ModelKeys(run_dir=other)
+    path, sizes = keys.folder or keys.run_dir or "", configure_model(second, ()).model
     for name in ("layers", "experts", "experts_per_token", "vocab"):
-        ours, theirs = getattr(cfg.model, name), getattr(model, name)
+        ours, theirs = getattr(model, name), getattr(sizes, name)
         if ours != theirs:
             raise UserError(
-                f"other={show(other)} has model.{name}={theirs}, {show(own_path)} has {ours}; name a model of the same "
+                f"other={show(other)} has model.{name}={theirs}, {show(path)} has {ours}; name a model of the same "
                 "sizes, such as another checkpoint"
             )
-    own = find_tokenizer(keys.folder) if keys.folder else saved_config(own_path).data.tokenizer_file()
-    its = find_tokenizer(other) if saved is None else saved.data.tokenizer_file()
+    own, its = (
+        find_tokenizer(each.folder) if each.folder else configure_model(each, ()).data.tokenizer_file()
+        for each in (keys, second)
+    )
     if (own is None) != (its is None) or (own and its and not is_same_tokenizer(own, its)):
         raise UserError(
-            f"other={show(other)} has {show(str(its)) if its else 'no tokenizer'}, {show(own_path)} has "
+            f"other={show(other)} has {show(str(its)) if its else 'no tokenizer'}, {show(path)} has "
             f"{show(str(own)) if own else 'no tokenizer'}, which make other tokens; name a model of the same tokenizer"
         )
+    return second
 
 
 COMMAND = ConfiguredCommand(

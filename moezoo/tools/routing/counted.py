@@ -1,25 +1,47 @@
 """How a model routes the tokens of a text, and how far another model, or another way to run it, routes them alike."""
 
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 from jaxtyping import Float, Int64
 
 from moezoo.config.build import build_execution
 from moezoo.config.settings import TrainConfig
-from moezoo.data import Batch, Source, load
+from moezoo.data import Batch, Source, load, validation_batches
+from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError, check_type
+from moezoo.models.arguments import as_integers, check_inside
 from moezoo.models.base import LanguageModel
+from moezoo.models.layers import layers_with_experts
 from moezoo.parallel.execution import Execution
 from moezoo.progress import OnBatch
-from moezoo.tools.routing.expert_ids import ExpertIds
-from moezoo.tools.routing.rows import TextRows, rows_of_source, rows_of_tokens
-from moezoo.tools.routing.specific import SpecificToken, specific_tokens
-from moezoo.tools.routing.tally import Counter, Tally, count_shared
+from moezoo.tools.routing.expert_ids import make_expert_ids
+from moezoo.tools.routing.tally import SpecificToken, Tally, count_shared
 from moezoo.typed import convert, show
 
 _CONTEXT = 24  # tokens before and after one that is shown
+
+
+class TextRows(NamedTuple):
+    """Rows in `count` batches of one `shape` [batch, seq].
+
+    `read(first, rows)` returns rows of one batch, numbered over all batches, as NumPy arrays; `decode` turns token ids
+    into text; `unit` is what a token is, "byte" or "token".
+    """
+
+    read: Callable[[int, int], Batch]
+    count: int
+    shape: tuple[int, int]
+    decode: Callable[[Iterable[SupportsIndex]], str]
+    unit: str
+
+    def batches(self, on_batch: OnBatch = lambda done, total: None) -> Iterator[Batch]:
+        """Yield the batches in order; `on_batch` is called before each and at the end."""
+        for number in range(self.count):
+            on_batch(number, self.count)
+            yield self.read(number * self.shape[0], self.shape[0])
+        on_batch(self.count, self.count)
 
 
 class Context(NamedTuple):
@@ -44,19 +66,16 @@ class TextRouting(NamedTuple):
     rows: TextRows
 
     def specific_tokens(self, count: int = 8) -> list[list[list[SpecificToken]]]:
-        """Return the tokens that are most specific to each expert of each layer (`moezoo.tools.routing.specific`)."""
-        return specific_tokens(self.tally, count)
+        """Return the tokens that are most specific to each expert of each layer, at most `count`, the best first."""
+        return self.tally.specific_tokens(count)
 
     def context(self, place: int) -> Context:
         """Return the text around a token, of its document alone; `place` is that of a `SpecificToken`."""
         row, at = divmod(place, self.rows.shape[1])
-        batch = self.rows.row(row)
-        start = max(at - _CONTEXT, 0)
-        span = slice(start, at + _CONTEXT + 1)
-        ids, same = batch.tokens[0, span], batch.segments[0, span] == batch.segments[0, at]
-        at -= start
-        parts = ids[:at][same[:at]], ids[at : at + 1], ids[at + 1 :][same[at + 1 :]]
-        return Context(*map(self.rows.decode, parts))
+        (ids,), _, (segments,), _ = self.rows.read(row, 1)
+        before, after = np.arange(max(at - _CONTEXT, 0), at), np.arange(at + 1, len(ids))[:_CONTEXT]
+        parts = (part[segments[part] == segments[at]] for part in (before, np.array([at]), after))
+        return Context(*(self.rows.decode(ids[part]) for part in parts))
 
 
 class RoutingAgreement(NamedTuple):
@@ -96,14 +115,14 @@ def routing(
         UserError: The model has no experts, or model, data and execution do not fit together.
     """
     rows, execution = _prepare(model, data, execution, split, source)
-    expert_ids = ExpertIds(model, execution, rows.shape)
+    expert_ids, layers = make_expert_ids(model, execution, rows.shape), layers_with_experts(model.stacks)
     occurrences = np.zeros(model.vocab, np.int64)
     for batch in rows.batches():
         occurrences += np.bincount(batch.tokens[batch.segments > 0], minlength=model.vocab)
-    counter = Counter(len(expert_ids.layers), expert_ids.experts, expert_ids.k, occurrences)
-    for batch in _counted(rows, on_batch):
-        counter.add(batch.tokens, batch.segments > 0, expert_ids(batch))
-    return TextRouting(expert_ids.layers, counter.tally, rows)
+    tally = Tally(len(layers), model.config.experts, model.config.experts_per_token, occurrences)
+    for batch in rows.batches(on_batch):
+        tally.add(batch.tokens, batch.segments > 0, expert_ids(batch))
+    return TextRouting(layers, tally, rows)
 
 
 def compare_routing(
@@ -129,28 +148,28 @@ def compare_routing(
     check_type("other", other, LanguageModel, "give a model, such as moezoo.load_run returns")
     if other_execution is not None:
         check_type("other_execution", other_execution, Execution, "write other_execution=moezoo.execution(cfg)")
-    one = ExpertIds(model, execution, rows.shape)
-    two = ExpertIds(other, other_execution or execution, rows.shape)
+    runs = (model, execution), (other, other_execution or execution)
+    one, two = (make_expert_ids(*each, rows.shape) for each in runs)
+    layers = layers_with_experts(model.stacks)
     for what, ours, theirs in (
-        ("vocabularies of", one.vocab, two.vocab),
-        ("experts per layer:", one.experts, two.experts),
-        ("experts per token:", one.k, two.k),
-        ("layers with experts:", one.layers, two.layers),
+        ("vocabularies of", model.vocab, other.vocab),
+        ("experts per layer:", model.config.experts, other.config.experts),
+        ("experts per token:", model.config.experts_per_token, other.config.experts_per_token),
+        ("layers with experts:", layers, layers_with_experts(other.stacks)),
     ):
         if ours != theirs:
             raise UserError(
                 f"the models have {what} {show(ours)} and {show(theirs)}, so their choices cannot be compared; take "
                 "another checkpoint of the same model"
             )
-    shared, tokens = np.zeros(len(one.layers), np.int64), 0
-    found = np.zeros((len(one.layers), one.experts), np.int64)
-    for batch in _counted(rows, on_batch):
-        valid = batch.segments > 0
-        ours, theirs = (each(batch)[:, valid] for each in (one, two))
-        tokens += int(valid.sum())
+    experts, chosen, shared = model.config.experts, 0, np.zeros(len(layers), np.int64)
+    load = np.zeros((len(layers), experts), np.int64)
+    for batch in rows.batches(on_batch):
+        ours, theirs = (each(batch)[:, batch.segments > 0] for each in (one, two))  # [layer, tokens, k]
+        chosen += ours[0].size
         shared += count_shared(ours, theirs).sum(1)
-        found += np.stack([np.bincount(ids.ravel(), minlength=one.experts) for ids in theirs])
-    return RoutingAgreement(shared / max(tokens * one.k, 1), found)
+        load += np.stack([np.bincount(ids.ravel(), minlength=experts) for ids in theirs])
+    return RoutingAgreement(shared / max(chosen, 1), load)
 
 
 def _prepare(model: Any, data: Any, execution: Any, split: Any, source: Any) -> tuple[TextRows, Execution]:
@@ -159,14 +178,41 @@ def _prepare(model: Any, data: Any, execution: Any, split: Any, source: Any) -> 
     if execution is not None:
         check_type("execution", execution, Execution, "write execution=moezoo.execution(cfg)")
     if not isinstance(data, TrainConfig):
-        return rows_of_tokens(data, model), execution or Execution()
+        return _rows_of_tokens(data, model), execution or Execution()
     if source is None:
         source = load(data.data, seq_len=data.seq_len, seed=data.seed, vocab=model.vocab, use=split)
     return rows_of_source(source, data), execution or build_execution(data)
 
 
-def _counted(rows: TextRows, on_batch: OnBatch) -> Iterator[Batch]:
-    for done, batch in enumerate(rows.batches()):
-        on_batch(done, rows.count)
-        yield batch
-    on_batch(rows.count, rows.count)
+def rows_of_source(source: Source, cfg: TrainConfig) -> TextRows:
+    """Return the rows that an evaluation of `cfg` reads: `data.eval_sequences` validation rows of each source."""
+    size, seq_len, limit = cfg.batch_size, cfg.seq_len, cfg.data.eval_sequences
+    parts = [validation_batches(x, seq_len=seq_len, batch_size=size, limit=limit) for x in source.parts.values()]
+    starts = [(part, number * size) for part in parts for number in range(len(part))]  # of each batch, in its part
+
+    def read(first: int, rows: int) -> Batch:
+        part, start = starts[first // size]
+        return part.read(start + first % size, rows)
+
+    return TextRows(read, len(starts), (size, seq_len), source.decode, source.unit)
+
+
+def _rows_of_tokens(tokens: object, model: LanguageModel) -> TextRows:
+    """Return the rows of one batch: a `Batch`, or integers [batch, seq] whose rows are one document each.
+
+    Raises `UserError` for anything else, and for what `model` cannot read.
+    """
+    if not isinstance(tokens, Batch):
+        ids = np.asarray(as_integers("data", tokens))
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        tokens = Batch(ids, np.full(ids.shape, -1), np.ones(ids.shape, np.int32), positions)
+    batch = Batch(*map(np.asarray, tokens))
+    valid, limit, vocab = batch.segments > 0, model.config.longest, model.vocab
+    check_inside("data", batch.tokens[valid], vocab, f"model.vocab={vocab}")
+    check_inside("positions of data", batch.positions[valid], limit.tokens, str(limit))
+    batch = Batch(*(x.astype(np.int32) for x in batch))
+
+    def read(first: int, rows: int) -> Batch:
+        return Batch(*(x[first : first + rows] for x in batch))
+
+    return TextRows(read, 1, batch.tokens.shape, Numbers(vocab).decode, "token")

@@ -1,25 +1,24 @@
 """The experts that a model chooses for each token of a batch, on any mesh."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
-from einops import rearrange
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree
 
 from moezoo.data import Batch
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel, check_tokens
-from moezoo.models.block import Block, LayerOutput
+from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
 from moezoo.models.layers import layer_addresses, run_layers
 from moezoo.moe.router import Routed, Router
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.nn.positions import make_context
-from moezoo.parallel.axes import Stack
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
@@ -27,46 +26,35 @@ from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
 from moezoo.training.feed import Feed
 
 
-class ExpertIds:
-    """Runs a model's layers and returns the chosen experts: `expert_ids(batch)`; compiled once, for one shape.
+def make_expert_ids(
+    model: LanguageModel, execution: Execution, shape: tuple[int, int]
+) -> Callable[[Batch], Int32[np.ndarray, "layer batch seq k"]]:
+    """Return a function from a batch of `shape` [batch, seq], NumPy arrays, to the experts of its tokens.
 
-    `layers` are the numbers of the model's layers with experts. The model has `experts` of them in each, and a token
-    goes to `k`.
+    It drops nothing, and is compiled once. `layer` are those with experts; padding goes to expert number `experts`.
+    Raises `UserError` for a model without experts, or where the mesh does not split the batches.
     """
+    addresses = [each for each in layer_addresses(model.stacks) if each.routing_row is not None]
+    if not addresses:
+        raise UserError(
+            f"the model has no layer with experts (all {model.config.layers} have an MLP), so nothing is routed; "
+            "choose a model with experts, or make one with init_from=FOLDER upcycle.experts=8"
+        )
+    here = on_mesh(execution.in_turn)
+    check_tokens(*shape, here, batch_key="batch_size")
+    here = choose_dispatch(model.stacks, *shape, here.exact, "evaluate")
+    mesh = make_mesh(MeshShape()) if here.mesh is None else here.mesh
+    assert isinstance(mesh, jax.sharding.Mesh)
+    order = here.token_order(shape[1])
+    placed = place(cut_pieces(model, here), here)
+    feed, program = Feed(NamedSharding(mesh, here.tokens_spec), shape, order), _make_program(here)
 
-    def __init__(self, model: LanguageModel, execution: Execution, shape: tuple[int, int]):
-        """Lay the model out for an execution that drops nothing, and batches of `shape` [batch, seq].
-
-        Raises `UserError` for a model without experts, or where the mesh does not split the batches.
-        """
-        addresses = [each for each in layer_addresses(model.stacks) if each.routing_row is not None]
-        if not addresses:
-            raise UserError(
-                f"the model has no layer with experts (all {model.config.layers} have an MLP), so nothing is routed; "
-                "choose a model with experts, or make one with init_from=FOLDER upcycle.experts=8"
-            )
-        self.layers = tuple(each.number for each in addresses)
-        self.experts, self.k, self.vocab = model.config.experts, model.config.experts_per_token, model.vocab
-        here = on_mesh(execution.in_turn)
-        check_tokens(*shape, here, batch_key="batch_size")
-        here = choose_dispatch(model.stacks, *shape, here.exact, "evaluate")
-        mesh = make_mesh(MeshShape()) if here.mesh is None else here.mesh
-        assert isinstance(mesh, jax.sharding.Mesh)
-        order = here.token_order(shape[1])
-        self._addresses, self._back = addresses, np.argsort(order)
-        self._model = place(cut_pieces(model, here), here)
-        self._feed = Feed(NamedSharding(mesh, here.tokens_spec), shape, order)
-        self._program = _make_program(here)
-
-    def __call__(self, batch: Batch) -> Int32[np.ndarray, "layer batch seq k"]:
-        """Return the experts of each token in each layer with experts; `experts` at padding.
-
-        `batch` has NumPy arrays; raises `UserError` as `Feed` does.
-        """
+    def expert_ids(batch: Batch) -> np.ndarray:
         # Wait for each batch, as an evaluation does.
-        found = jax.device_get(jax.block_until_ready(self._program(self._model, self._feed(batch))))
-        rows = [found[each.stack][each.kind][each.index] for each in self._addresses]
-        return np.stack(rows)[:, :, self._back]
+        found = jax.device_get(jax.block_until_ready(program(placed, feed(batch))))
+        return np.stack([found[each.stack][each.kind][each.index] for each in addresses])[:, :, np.argsort(order)]
+
+    return expert_ids
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,9 +66,16 @@ def _make_program(execution: MeshExecution) -> Any:
 
     def local(model: LanguageModel, batch: Batch) -> PyTree:
         context = make_context(Coordinates(batch.positions, batch.segments), execution, execution.sequence_order)
-        x = model.embed(batch.tokens, execution)
-        stacks = tuple(Stack(tuple(map(_Recording, stack.blocks)), stack.count) for stack in model.stacks)
-        return run_layers(stacks, x, context, execution, collect=lambda _, expert_ids: expert_ids).kept
+        x, found = model.embed(batch.tokens, execution), list[Array]()
+
+        def record(part: Any) -> Any:
+            return _Recorder(part, found) if isinstance(part, Router) else part
+
+        def collect(block: Block, _: PyTree) -> Array | None:
+            return None if block.moe is None else found.pop().reshape(*batch.tokens.shape, -1)
+
+        stacks = jax.tree.map(record, model.stacks, is_leaf=lambda part: isinstance(part, Router))
+        return run_layers(stacks, x, context, execution, collect=collect).kept
 
     @jax.jit
     def program(model: LanguageModel, batch: Batch) -> PyTree:
@@ -90,36 +85,18 @@ def _make_program(execution: MeshExecution) -> Any:
     return program
 
 
-class _Recording(eqx.Module):
-    """A block that returns its tokens' expert ids in place of what its mixer keeps for a cache."""
+class _Recorder(eqx.Module):
+    """A router that appends the expert ids of its call to `found`, from which the loop over layers takes them."""
 
-    block: Block
-
-    @property
-    def attention(self) -> Any:
-        """The mixer of the block, which the loop asks to prepare."""
-        return self.block.attention
+    router: Router
+    found: list[Array] = eqx.field(static=True)
 
     @property
-    def moe(self) -> Any:
-        """The block's mixture of experts, or None."""
-        return self.block.moe
-
-    def __call__(self, x: Array, *arguments: Any) -> LayerOutput:
-        if self.block.moe is None:
-            return LayerOutput(self.block(x, *arguments).x, None, None)
-        router: Any = _Recorder(self.block.moe.router)
-        out = eqx.tree_at(lambda block: block.feed_forward.router, self.block, router)(x, *arguments)
-        return LayerOutput(out.x, None, rearrange(router.expert_ids, "(b s) k -> b s k", b=x.shape[0]))
-
-
-class _Recorder:
-    """A router that keeps the expert ids of its call."""
-
-    def __init__(self, router: Router):
-        self._router, self.weight, self.expert_ids = router, router.weight, None
+    def weight(self) -> Any:
+        """The weight of the router, which has the number of experts."""
+        return self.router.weight
 
     def __call__(self, *arguments: Any) -> Routed:
-        routed = self._router(*arguments)
-        self.expert_ids = routed.assignment.expert_ids
+        routed = self.router(*arguments)
+        self.found.append(routed.assignment.expert_ids)
         return routed

@@ -1,59 +1,94 @@
 """Counts of the experts that tokens of a text went to, and the figures that follow from them."""
 
-import dataclasses
-import functools
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int32, Int64, Integer
+from jaxtyping import Bool, Float, Int64, Integer
 
 from moezoo.moe.routing import Balance, balance_of
 
 # Counts of tokens by layer and expert: so many numbers, of 12 bytes each, are in memory at most.
 _MOST_COUNTS = 2**24
 
+_jitted = jax.jit(balance_of)
 
-@dataclasses.dataclass(frozen=True)
+
+class SpecificToken(NamedTuple):
+    """A token of which an expert gets more than the other experts do.
+
+    `score` is the z-score of its log-odds ratio (`log_odds`). Of its `occurrences` in the text, `chosen` went to the
+    expert; `place` is that of the first of these, counted over all rows.
+    """
+
+    token: int
+    score: float
+    chosen: int
+    occurrences: int
+    place: int
+
+
 class Tally:
     """Counts over the tokens of a text, padding apart. `layer` are the layers with experts.
 
     Attributes:
-        tokens: How many tokens were read.
-        k: The experts per token.
-        load: Assignments per expert, as `moezoo.moe.routing.Routing.load`.
-        pairs: How many tokens went to both of two experts; on the diagonal the load.
-        token_ids: The tokens of the vocabulary that are counted, the most frequent first.
-        occurrences: How often each of them is in the text.
-        chosen: How often each of them went to each expert.
-        first: The place of the first such token, counted over all rows, padding included; -1 if there is none.
+        tokens: How many tokens the text has, and `k` to how many experts each goes.
+        pairs: How many tokens went to both of two experts, int64 [layer, experts, experts]; on the diagonal the load.
+        token_ids: The tokens of the vocabulary that are counted, [counted], the most frequent first.
+        occurrences: How often each of them is in the text, int64 [counted].
+        chosen: How often each of them went to each expert, int32 [layer, experts, counted].
+        first: The place of the first such token, counted over all rows, padding included; 2^63 - 1 if there is none.
     """
 
-    tokens: int
-    k: int
-    load: Int64[np.ndarray, "layer experts"]
-    pairs: Int64[np.ndarray, "layer experts experts"]
-    token_ids: Int64[np.ndarray, " counted"]
-    occurrences: Int64[np.ndarray, " counted"]
-    chosen: Int32[np.ndarray, "layer experts counted"]
-    first: Int64[np.ndarray, "layer experts counted"]
+    def __init__(self, layers: int, experts: int, k: int, occurrences: Integer[np.ndarray, " vocab"]):
+        """Begin with nothing; `occurrences` says how often each token of the vocabulary is in the text.
+
+        Tokens of the vocabulary are counted by layer and expert as far as memory is bounded: the most frequent ones.
+        """
+        order = np.argsort(-occurrences, kind="stable")[: (occurrences > 0).sum()]
+        self.token_ids = order[: max(_MOST_COUNTS // (layers * experts), 1)]
+        self.occurrences = occurrences[self.token_ids].astype(np.int64)
+        self.tokens, self.k, self._read = int(occurrences.sum()), k, 0
+        self._column = np.full(len(occurrences), -1)
+        self._column[self.token_ids] = np.arange(len(self.token_ids))
+        self.pairs = np.zeros((layers, experts, experts), np.int64)
+        self.chosen = np.zeros((layers, experts, len(self.token_ids)), np.int32)
+        self.first = np.full(self.chosen.shape, np.iinfo(np.int64).max)
+
+    def add(self, tokens: np.ndarray, valid: np.ndarray, expert_ids: Integer[np.ndarray, "layer batch seq k"]) -> None:
+        """Add the next batch of `tokens` [batch, seq]; only those where `valid` [batch, seq] count."""
+        places = self._read + np.flatnonzero(valid)
+        self._read += valid.size
+        columns = self._column[tokens[valid]]
+        kept, (experts, counted) = columns >= 0, self.chosen.shape[1:]
+        for layer, ids in enumerate(expert_ids[:, valid].astype(np.int64)):  # [tokens, k]
+            pairs = np.bincount((ids[:, :, None] * experts + ids[:, None, :]).ravel(), minlength=experts**2)
+            self.pairs[layer] += pairs.reshape(experts, experts)
+            cells = (ids * counted + columns[:, None])[kept].ravel()
+            np.add.at(self.chosen[layer].reshape(-1), cells, 1)
+            np.minimum.at(self.first[layer].reshape(-1), cells, np.repeat(places[kept], self.k))
 
     @property
-    def balance(self) -> Balance:
-        """How evenly all layers use their experts, as a training step logs it (`moezoo.moe.routing.Balance`)."""
-        return _balance(self.load)
-
-    @functools.cached_property
-    def balance_by_layer(self) -> list[Balance]:
-        """The same of each layer alone."""
-        return [_balance(self.load[layer : layer + 1]) for layer in range(len(self.load))]
+    def load(self) -> Int64[np.ndarray, "layer experts"]:
+        """Assignments per expert, as `moezoo.moe.routing.Routing.load`."""
+        return self.pairs.diagonal(axis1=1, axis2=2)
 
     @property
     def dead(self) -> Bool[np.ndarray, "layer experts"]:
         """Which experts no token of the text went to."""
         return self.load == 0
 
-    @functools.cached_property
+    @property
+    def balance(self) -> Balance:
+        """How evenly all layers use their experts, as a training step logs it (`moezoo.moe.routing.Balance`)."""
+        return _balance(self.load)
+
+    @property
+    def balance_by_layer(self) -> list[Balance]:
+        """The same of each layer alone."""
+        return [_balance(load[None]) for load in self.load]
+
+    @property
     def co_activation(self) -> Float[np.ndarray, "layer experts experts"]:
         """How often two experts are chosen together, relative to independent choices.
 
@@ -68,65 +103,47 @@ class Tally:
         expected[:, range(experts), range(experts)] = 0
         return np.where(expected > 0, self.pairs / np.where(expected > 0, expected, 1), np.nan)
 
+    def specific_tokens(self, count: int) -> list[list[list[SpecificToken]]]:
+        """Return for each layer and expert up to `count` tokens with the highest scores above 0, in this order."""
+        found = []
+        for chosen, first in zip(self.chosen, self.first, strict=True):
+            scores = np.where(chosen > 0, log_odds(chosen, self.occurrences), 0)
+            best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+            scores, chosen, first = (np.take_along_axis(each, best, 1) for each in (scores, chosen, first))
+            fields = np.stack([self.token_ids[best], scores, chosen, self.occurrences[best], first], 2, dtype=object)
+            shown = scores > 1e-9  # one expert's are 0 up to rounding
+            found.append([[SpecificToken(*each) for each in fields[e, shown[e]]] for e in range(len(best))])
+        return found
+
 
 def _balance(load: np.ndarray) -> Balance:
     # float32 also counts texts whose assignments exceed int32.
-    return jax.device_get(_jitted(jnp.asarray(load, jnp.float32)))
+    return jax.device_get(_jitted(load.astype(np.float32)))
 
 
-_jitted = jax.jit(balance_of)
+def log_odds(
+    chosen: Integer[np.ndarray, "experts counted"], occurrences: Integer[np.ndarray, " counted"]
+) -> Float[np.ndarray, "experts counted"]:
+    """Return how specific each token is to each expert of a layer: the z-score of its log-odds ratio.
+
+    This is the weighted log-odds ratio with an informative Dirichlet prior of Monroe et al. (2008, "Fightin' Words",
+    Political Analysis 16:372-403, equations 16, 20 and 22), of the assignments to one expert against those to all
+    others. With y times of n for the expert, and likewise y' of n' for the others,
+
+        delta = log((y + a) / (n + A - y - a)) - log((y' + a) / (n' + A - y' - a))
+        score = delta / sqrt(1 / (y + a) + 1 / (y' + a))
+
+    The prior a is the token's share of the text times A, the number of counted tokens, so it is 1 on average. A token
+    that no other stands beside has score 0.
+    """
+    if (total := len(occurrences)) < 2:
+        return np.zeros(chosen.shape)
+    prior = occurrences * (total / max(occurrences.sum(), 1))
+    own, rest = chosen + prior, chosen.sum(0) - chosen + prior
+    odds = [part / (part.sum(1, keepdims=True) - part) for part in (own, rest)]
+    return np.log(odds[0] / odds[1]) / np.sqrt(1 / own + 1 / rest)
 
 
-class Counter:
-    """Adds up a `Tally` of batches in order."""
-
-    def __init__(self, layers: int, experts: int, k: int, occurrences: Integer[np.ndarray, " vocab"]):
-        """Begin with nothing; `occurrences` says how often each token of the vocabulary is in the text.
-
-        Tokens of the vocabulary are counted by layer and expert as far as memory is bounded: the most frequent ones.
-        """
-        order = np.argsort(-occurrences, kind="stable")[: (occurrences > 0).sum()]
-        counted = order[: max(_MOST_COUNTS // (layers * experts), 1)]
-        self._column = np.full(len(occurrences), -1)
-        self._column[counted] = np.arange(len(counted))
-        shape = layers, experts, len(counted)
-        self.tally = Tally(
-            tokens=int(occurrences.sum()),
-            k=k,
-            load=np.zeros(shape[:2], np.int64),
-            pairs=np.zeros((layers, experts, experts), np.int64),
-            token_ids=counted,
-            occurrences=occurrences[counted].astype(np.int64),
-            chosen=np.zeros(shape, np.int32),
-            first=np.full(shape, -1, np.int64),
-        )
-        self._read = 0
-
-    def add(
-        self,
-        tokens: Integer[np.ndarray, "batch seq"],
-        valid: Bool[np.ndarray, "batch seq"],
-        expert_ids: Integer[np.ndarray, "layer batch seq k"],
-    ) -> None:
-        """Add a batch; only tokens where `valid` count."""
-        places = self._read + np.flatnonzero(valid)
-        self._read += valid.size
-        columns, tally = self._column[tokens[valid]], self.tally
-        experts, counted = tally.chosen.shape[1:]
-        for layer, ids in enumerate(expert_ids[:, valid].astype(np.int64)):  # [tokens, k]
-            pairs = np.bincount((ids[:, :, None] * experts + ids[:, None, :]).ravel(), minlength=experts**2)
-            tally.pairs[layer] += pairs.reshape(experts, experts)
-            flat = (ids * counted + columns[:, None])[columns >= 0].ravel()
-            where = np.repeat(places[columns >= 0], ids.shape[1])
-            cells, at, number = np.unique(flat, return_index=True, return_counts=True)
-            chosen, first = tally.chosen[layer].reshape(-1), tally.first[layer].reshape(-1)
-            chosen[cells] += number.astype(np.int32)
-            first[cells] = np.where(first[cells] < 0, where[at], first[cells])
-            tally.load[layer] += np.bincount(ids.ravel(), minlength=experts)
-
-
-def count_shared(
-    one: Integer[np.ndarray, "*dims k"], other: Integer[np.ndarray, "*dims k"]
-) -> Integer[np.ndarray, "*dims"]:
-    """Return how many experts of each token are in both choices, in any order."""
-    return functools.reduce(np.add, ((one[..., k : k + 1] == other).sum(-1) for k in range(one.shape[-1])))
+def count_shared(one: Integer[np.ndarray, "*dims k"], other: Integer[np.ndarray, "*dims k"]) -> np.ndarray:
+    """Return how many experts of each token are in both choices, in any order: [*dims]."""
+    return np.asarray(sum((one[..., k : k + 1] == other).sum(-1) for k in range(one.shape[-1])))
