@@ -151,9 +151,7 @@ def _search(most: int, words: Sequence[str], where: Any, switches: Switches, not
     candidates = list(searched(words, where, switches.call))
     if not candidates:
         raise UserError(f"no mesh of {where.devices} devices splits all sizes evenly; change batch_size or topology")
-    looked = f"all {len(candidates):,} layouts"
-    if len(candidates) > most:
-        looked = f"the first {most:,} of {len(candidates):,} layouts (layouts={most})"
+    looked = f"{min(most, len(candidates)):,} of {len(candidates):,} layouts"
     notes.append(f"The search looked at {looked}.")
     _progress(f"searching {looked}")
     for number, candidate in enumerate(candidates[:most], 1):
