@@ -283,7 +283,7 @@ def draw_bars(path: Path, title: str, labels: Sequence[str], panels: Sequence[Ba
             axis.barh(place, sizes, left=start, label=name, color=f"C{number % 10}", hatch="//" * (number >= 10))
             start += sizes
         if panel.limit is not None:
-            axis.axvline(panel.limit, color="black", linestyle="--", label="what a device has")
+            axis.axvline(panel.limit, color="black", linestyle="--", label="what fits")
         axis.set_yticks(place, labels)
         axis.invert_yaxis()
         axis.set_title(panel.name, loc="left")

@@ -11,9 +11,10 @@ import moezoo
 from moezoo.moe.dispatch.ragged import GPU_FLAG
 from moezoo.tools import apart
 from moezoo.tools.memory_model import footprint
-from moezoo.tools.plan import candidates
+from moezoo.tools.plan import candidates, command
 from moezoo.tools.plan import estimate as plan
 from moezoo.tools.plan.hardware import parse_slice
+from moezoo.tools.plan.units import show_bytes, show_seconds
 from moezoo.tools.sharding.describe import describe
 
 EIGHT = parse_slice("v5p:2x2x2")
@@ -56,7 +57,7 @@ def test_a_row_with_stages():
     advice = list(plan.settings_that_help(words, small))
     assert advice
     for each in advice:
-        assert footprint(moezoo.compose(*words, *each.split())).peak <= small.chip.hbm_bytes
+        assert footprint(moezoo.compose(*words, *each.split())).peak <= small.chip.predicted_bytes
 
 
 def test_ragged_is_not_chosen_for_gpus(monkeypatch):
@@ -87,7 +88,24 @@ def test_what_does_not_fit_says_what_helps():
     assert advice
     for each in advice:
         words = each[each.index("(") + 1 : -1] if "devices" in each else each
-        assert footprint(moezoo.compose(*many, *words.split())).peak <= small.chip.hbm_bytes, each
+        assert footprint(moezoo.compose(*many, *words.split())).peak <= small.chip.predicted_bytes, each
+
+
+@pytest.mark.parametrize(("topology", "share"), [("v5p:2x2x2", 0.93), ("h200:8", 0.95 * 0.93)])
+def test_up_to_which_prediction_fits(monkeypatch, topology, share):
+    """A prediction may be 0.93 of what a compiler uses, which may be all that JAX takes: on a GPU .95 by a variable."""
+    where = parse_slice(topology)
+    peak = footprint(moezoo.compose(*TINY), target=plan.target_of(where)).peak
+    for factor, fits in ((1.001, True), (0.999, False)):
+        chip = where.chip._replace(hbm_bytes=int(peak / share * factor))
+        row = plan.estimate(TINY, where._replace(chip=chip))
+        assert (row.fits, row.usable_bytes) == (fits, int(chip.hbm_bytes * share / 0.93 + 1e-6))
+        assert row.reason.startswith("" if fits else f"{show_bytes(peak)} in the ")
+        # What a compiler uses is no prediction.
+        for used in (0, 1):
+            found = apart.Compiled(row.usable_bytes + used, 0, 0, 0.0, 0)
+            monkeypatch.setattr(apart, "compile_apart", lambda *_, found=found: found)
+            assert command._compiled(row, where, "train").fits is not bool(used)
 
 
 @pytest.mark.parametrize(
@@ -185,3 +203,11 @@ def test_equal_programs():
     assert programs["rules=fsdp_ep mesh=ep8"] == programs["rules=cp_as_ep mesh=ep8"]
     assert len(set(programs.values())) == 6
     assert plan.program_of((*words, "mesh=ep8", "dispatch=ragged"), EIGHT) not in programs.values()
+
+
+def test_units():
+    numbers = (0, 1023, 1024, 640 * 2**10, 2**20, 2**30 - 1, 72.8 * 2**30, 12345 * 2**30)
+    shown = ["0.0 B", "1,023.0 B", "1.0 KiB", "640.0 KiB", "1.0 MiB", "1,024.0 MiB", "72.8 GiB", "12,345.0 GiB"]
+    assert [*map(show_bytes, numbers)] == shown
+    numbers = (7.911e-5, 0.99864, 11.352, 39.9, 123456.7, 5e-10)
+    assert [*map(show_seconds, numbers)] == ["79.11 us", "998.6 ms", "11.35 s", "39.9 s", "123,457 s", "0.5 ns"]

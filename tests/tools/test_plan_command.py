@@ -1,14 +1,25 @@
-"""`moezoo plan`: its JSON, its table, its search, and mistakes."""
+"""`moezoo plan`: its JSON, its answer, its rows in any width, its picture, its search, and mistakes."""
 
+import itertools
 import json
+import os
+import re
+import subprocess
 
 import pytest
 
 from moezoo.errors import UserError
 from moezoo.tools import apart
+from moezoo.tools.plan import candidates, text
 from moezoo.tools.plan import command as plan
+from moezoo.tools.plan.estimate import PlanRow, estimate
+from moezoo.tools.plan.hardware import parse_slice
+from moezoo.tools.plan.text import report, stopped
+from moezoo.training import pictures
 
 TINY = ("model=mixtral", "topology=v5p:2x2x2", "batch_size=16", "seq_len=32", "--estimate")
+SMALL = ("model=mixtral", "mesh.fsdp=4", "mesh.expert=2", "batch_size=16", "seq_len=32", "dispatch=gather")
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
 KEYS = {
     "mesh",
     "rules",
@@ -17,6 +28,7 @@ KEYS = {
     "reason",
     "bytes_per_device",
     "hbm_bytes",
+    "usable_bytes",
     "flops_per_device",
     "model_flops",
     "collectives",
@@ -43,18 +55,90 @@ def test_json_is_alone_and_sorted(console):
     assert all("name no axis 'expert'" in row["reason"] and row["mesh"] == {"expert": 8} for row in rows[6:])
 
 
-def test_table_and_picture(console, tmp_path):
-    """The table fits a wide terminal, and is followed by the best row, with the command that runs it."""
-    picture = tmp_path / "plan.png"
-    code, out, _ = console("plan", *TINY, "mesh=fsdp4_ep2", "dispatch=all", f"--picture={picture}")
-    lines = out.splitlines()
+@pytest.mark.parametrize(("topology", "setting"), [("v5p:2x2x2", ""), ("h200:8", f"{FRACTION} ")])
+def test_the_answer_comes_first(console, monkeypatch, topology, setting):
+    """The best row, what it needs, and the command that runs it, which lets JAX take as much as the answer says."""
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = console("plan", TINY[0], f"topology={topology}", *TINY[2:], "mesh=fsdp4_ep2", "dispatch=all")
+    lines, chip = out.splitlines(), parse_slice(topology).chip
     assert code == 0
-    assert lines[1].startswith("Seconds are the least that peak rates allow")
-    assert {line.split()[2] for line in lines[4:9]} == {"dense", "capacity", "gather", "ring", "ragged"}
-    assert max(map(len, lines[:9])) <= 180
-    assert any(line.startswith("recommended: fsdp4_ep2 fsdp_ep ") for line in lines)
-    assert lines[-1].startswith("  moezoo train model=mixtral batch_size=16 seq_len=32 mesh.fsdp=4 mesh.expert=2")
+    assert lines[0].startswith(f"fits {topology}: yes, best with fsdp4_ep2 fsdp_ep ")
+    assert lines[0].endswith(" (5 of these 5 layouts fit)")
+    assert re.fullmatch(r"memory per device, predicted: [\d.]+ MiB of .+, 0.93 of what JAX may take", lines[1])
+    assert f" of {int(chip.hbm_bytes * (0.95 if setting else 1) * 0.93) / 2**30:.1f} GiB, " in lines[1]
+    assert re.fullmatch(r"step: at least [\d.]+ us, bound by .+", lines[2])
+    assert lines[3:5][0] == "train with:"
+    words = "model=mixtral batch_size=16 seq_len=32 mesh.fsdp=4 mesh.expert=2"
+    assert lines[4].startswith(f"  {setting}moezoo train {words} dispatch=")
+    assert {line.split()[2] for line in lines[10:15]} == {"dense", "capacity", "gather", "ring", "ragged"}
+
+
+def wide_rows() -> list[PlanRow]:
+    """Return rows of every kind, with values that are wider than they usually are."""
+    row = estimate(SMALL, parse_slice("h200:8"))
+    row = row._replace(words=(*row.words, f"data.path={'a b' * 70}", "tokenizer=it's"))
+    assert row.memory is not None
+    settings = (*row.words, "execution.reduce_dtype=bfloat16", f"dispatch.option={'x' * 150}", "mesh.data=1")
+    held = {"y" * 130: row.memory["parameters"], **row.memory}
+    largest = {"bytes_per_device": 12345 * 2**30, "compiled_bytes": 23456 * 2**30, "step_seconds": 123456.7}
+    wide = row._replace(words=settings, memory=held, bubble=0.25, caution=f"caution {'z ' * 90}{'z' * 90}", **largest)
+    refused = row._replace(fits=False, reason="no such " * 30, memory=None, step_seconds=None, bytes_per_device=None)
+    return [row, wide, wide._replace(fits=False, reason="w" * 300), refused]
+
+
+@pytest.mark.parametrize("columns", [80, 120, None])
+@pytest.mark.parametrize("call", ["train", "decode"])
+def test_no_line_is_wider_than_the_terminal(monkeypatch, capsys, columns, call):
+    """Rows are records below 120 columns. Without a terminal there are 80."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def no_terminal(_):
+        raise OSError
+
+    monkeypatch.setattr(os, "get_terminal_size", no_terminal)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    where, rows = parse_slice("h200:8"), wide_rows()
+    for first in range(len(rows)):
+        found = [*rows[first:], *rows[:first]]
+        for printed in (report(found, (), where, call, ["The search " * 20]), stopped(found)):
+            assert max(map(len, printed.splitlines())) <= (columns or 80)
+            assert printed.count("  utilisation <=: ") == (0 if columns == 120 else 4)
+            assert ("tokens/s utilisation" in printed) == (columns == 120)
+            letters = "".join(printed.split())
+            assert letters.count("w" * 300) >= 1  # nothing is cut off
+            assert letters.count("z" * 180) >= 1
+        plan._progress(f"  {rows[2].reason} {rows[1].caution}")
+        assert max(map(len, capsys.readouterr().err.splitlines())) <= (columns or 80)
+
+
+def test_a_shell_reads_the_command(monkeypatch):
+    """Lines are joined, and so are the parts of a word that is wider than a line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = wide_rows()
+    text = report(rows[:1], (), parse_slice("h200:8"), "train", ())
+    command = text.partition("train with:\n")[2].partition("\n\n")[0]
+    printed = subprocess.run(["bash", "-c", f"moezoo() {{ printf '%s\\n' \"$@\"; }}\n{command}"], capture_output=True)
+    assert printed.stdout.decode().splitlines() == ["train", *rows[0].words]
+
+
+def test_picture(console, tmp_path, monkeypatch):
+    """Bars of a small model have the unit that suits them; where the limit is far away, it is only named."""
+    drawn, draw = [], pictures.draw_bars
+    monkeypatch.setattr(text, "draw_bars", lambda *given: drawn.append(given[-1]) or draw(*given))
+    picture = tmp_path / "plan.png"
+    assert console("plan", *TINY, "mesh=fsdp4_ep2", "dispatch=gather,ring", f"--picture={picture}")[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    (memory, times), row = drawn.pop(), estimate(SMALL, parse_slice("v5p:2x2x2"))
+    assert (memory.name, memory.limit) == ("MiB per device at the peak; at most 88.3 GiB fits", None)
+    assert times.name == "us at least, one after the other"
+    assert row.bytes_per_device is not None
+    assert any(sum(bar.values()) * 2**20 == pytest.approx(row.bytes_per_device, rel=0.05) for bar in memory.parts)
+    held = {"parameters": 60 * 2**30, "gradients": 2**20}
+    text.draw([row._replace(memory=held)], picture, "large", 95 * 2**30)
+    ((memory, _),) = drawn
+    assert memory.parts == [{"parameters": 60.0}]
+    assert memory.limit == 95
 
 
 def test_nothing_fits(console):
@@ -82,15 +166,19 @@ def test_a_compiler_that_refuses_leaves_what_was_predicted(console, monkeypatch)
         assert code == (0 if fits else 2)
 
 
-def test_search_stops_after_its_time(console, monkeypatch):
-    """It says how many layouts it left out."""
-    monkeypatch.setattr(plan, "_SEARCH_SECONDS", 0.5)
-    code, out, err = console("plan", *TINY)
-    assert code == 0
-    assert "recommended: " in out
-    assert "searching " in err
-    assert "stopped after 0 s; " in err
-    assert "layouts were not looked at" in err
+def test_a_search_looks_at_a_number_of_layouts(console, monkeypatch):
+    """It finds the same however long it takes, and says how many layouts it left out."""
+    words = (*TINY, "mesh=all", "layouts=3")
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = console("plan", *words)
+    hours = itertools.count(step=10_000)
+    monkeypatch.setattr(plan.time, "monotonic", lambda: next(hours))
+    assert console("plan", *words)[:2] == (code, out) == (0, out)
+    assert re.search(r"^searching 3 of \d{3} layouts$", err, re.MULTILINE)
+    assert re.search(r"^The search looked at 3 of \d{3} layouts.$", out, re.MULTILINE)
+    assert 3 <= out.count("layout: ") <= 6  # and those three, recomputing less
+    monkeypatch.setattr(candidates, "searched", lambda *_: [("model=mixtral", "mesh=ep8")])
+    assert "The search looked at 1 of 1 layouts." in console("plan", *words)[1]
 
 
 @pytest.mark.parametrize("call", ["evaluate", "prefill", "decode"])
@@ -117,6 +205,11 @@ def test_other_calls(console, call):
             "topology=h200:16: a node has at most 8 h200; write nodes x GPUs, such as h200:2x8",
         ),
         ((*TINY, "run_dir=x"), "run_dir=x: plan writes no run"),
+        (
+            (*TINY, "mesh=ep8", "layouts=9"),
+            "layouts=9: of a search, and there is none; leave it out, or write mesh=all",
+        ),
+        ((*TINY, "layouts=0"), "layouts=0 must be at least 1"),
         ((*TINY, "--pictur=x"), "--pictur=x: no such option; did you mean '--picture'?"),
     ],
 )

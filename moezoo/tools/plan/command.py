@@ -12,8 +12,9 @@ import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take, take_switches
 from moezoo.errors import UserError
+from moezoo.typed import Range
 
-_SEARCH_SECONDS = 180.0
+_LAYOUTS = 800  # what a search looks at, by default
 _BEST, _SHOWN = 3, 10  # how many of a search are compiled, and shown
 _STRATEGIES = ("dense", "capacity", "gather", "ring", "ragged")
 
@@ -30,6 +31,9 @@ class Keys:
     mesh: str | None = key("one mesh, or several to compare: fsdp64,fsdp8_ep8; all for a search", "A,B", default=None)
     rules: str | None = key("rules, or several to compare; all for each", "A,B", default=None)
     dispatch: str | None = key("a strategy, or several to compare; all for each", "A,B", default=None)
+    layouts: int | None = key(
+        f"the most layouts that a search looks at, {_LAYOUTS} by default", "N", default=None, valid=Range(at_least=1)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +66,26 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.tools.apart import check_compiler
     from moezoo.tools.plan import text
 
-    chosen = _searching(keys, words)
+    searching = _searching(keys, words)
+    if keys.layouts is not None and not searching:
+        raise UserError(f"layouts={keys.layouts}: of a search, and there is none; leave it out, or write mesh=all")
     if not switches.estimate:
         check_compiler(str(where))
-    rows = _search(words, where, switches) if chosen else _compare(keys, words, where, switches)
+    notes: list[str] = []
     found: list[Any] = []
+    rows = _compare(keys, words, where, switches)
+    if searching:
+        rows = _search(keys.layouts or _LAYOUTS, words, where, switches, notes)
     with interrupts.undoing(lambda: _write(text.stopped(found))):
         for row in rows:
             found[:] = row
     if switches.json:
         print(text.as_json(found))
     else:
-        print(text.render(text.title(found, words, where, switches.call), found))
-        print(text.recommend(found, switches.call))
+        print(text.report(found, words, where, switches.call, notes))
     if switches.picture is not None:
-        text.draw(found, Path(switches.picture), text.title(found, words, where, switches.call).splitlines()[0])
+        name = text.title(found, words, where, switches.call)
+        text.draw(found, Path(switches.picture), name, where.chip.predicted_bytes)
     if not any(row.fits for row in found):
         raise UserError(f"nothing fits topology={where}")
 
@@ -129,20 +138,23 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
         yield plan.sort(done)
 
 
-def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[list[Any]]:
-    """Yield the best rows by estimate so far, then the best of all with what the compiler says of them."""
+def _search(most: int, words: Sequence[str], where: Any, switches: Switches, notes: list[str]) -> Iterator[list[Any]]:
+    """Yield the best rows by estimate so far, then the best of all with what the compiler says of them.
+
+    At most the first `most` layouts are looked at, and no time bounds them: what is found is the same on any machine.
+    How many they are is appended to `notes`.
+    """
     from moezoo.tools.plan import estimate as plan
     from moezoo.tools.plan.candidates import searched
 
-    began, done, looked = time.monotonic(), [], 0
-    candidates, seen, best = list(searched(words, where, switches.call)), set(), None
+    done, seen, best = [], set(), None
+    candidates = list(searched(words, where, switches.call))
     if not candidates:
         raise UserError(f"no mesh of {where.devices} devices splits all sizes evenly; change batch_size or topology")
-    _progress(f"searching {len(candidates)} layouts for at most {_SEARCH_SECONDS:.0f} s")
-    for candidate in candidates:
-        if done and time.monotonic() - began > _SEARCH_SECONDS:
-            break
-        looked += 1
+    looked = f"{min(most, len(candidates)):,} of {len(candidates):,} layouts"
+    notes.append(f"The search looked at {looked}.")
+    _progress(f"searching {looked}")
+    for number, candidate in enumerate(candidates[:most], 1):
         try:
             program = plan.program_of(candidate, where)
         except UserError:
@@ -154,10 +166,8 @@ def _search(words: Sequence[str], where: Any, switches: Switches) -> Iterator[li
         rows = plan.distinct(plan.sort(done))
         if rows[0] is not best:
             best = rows[0]
-            _progress(f"{looked}: {' '.join(candidate[len(words) :])}: {_outcome(best)}")
+            _progress(f"{number}: {' '.join(candidate[len(words) :])}: {_outcome(best)}")
         yield rows[:_SHOWN]
-    if looked < len(candidates):
-        _progress(f"stopped after {_SEARCH_SECONDS:.0f} s; {len(candidates) - looked} layouts were not looked at")
     rows = plan.distinct(plan.sort(done))
     if switches.call == "train":
         rows = plan.sort([*_recomputing_less(rows[:_BEST], where), *rows])
@@ -179,10 +189,10 @@ def _recomputing_less(rows: Sequence[Any], where: Any) -> Iterator[Any]:
     """Yield rows that keep more for the backward pass, where that fits: fewer FLOPs are executed."""
     from moezoo.tools.plan import estimate as plan
 
-    for row in rows:
+    for row in (row for row in rows if row.fits):
         for remat in ("none", "dots"):
             kept = plan.estimate((*row.words, f"execution.remat={remat}"), where, "train", least=True)
-            if row.fits and kept.fits:
+            if kept.fits:
                 yield kept
                 break
 
@@ -210,8 +220,8 @@ def _helped(row: Any, where: Any, call: Any) -> Any:
 
 
 def _compiled(row: Any, where: Any, call: Any) -> Any:
-    from moezoo.host import in_gib
     from moezoo.tools.apart import compile_apart
+    from moezoo.tools.plan.units import show_bytes
 
     try:
         found = compile_apart(row.words, str(where), call)
@@ -219,24 +229,26 @@ def _compiled(row: Any, where: Any, call: Any) -> Any:
         # Only this says that the program does not fit; anything else leaves what was predicted.
         too_large = "RESOURCE_EXHAUSTED" in str(error)
         return row._replace(fits=row.fits and not too_large, reason=f"not compiled: {error}")
-    fits = found.peak <= row.hbm_bytes
-    reason = "" if fits else row.reason or f"the compiler needs {in_gib(found.peak)} of {in_gib(row.hbm_bytes)}"
-    seconds = "remembered" if found.remembered else f"{found.seconds:.0f} s, {in_gib(found.host_bytes)} of this machine"
-    _progress(f"  compiled ({seconds}): {in_gib(found.peak)} per device")
+    fits, peak = found.peak <= row.usable_bytes, show_bytes(found.peak)
+    reason = "" if fits else row.reason or f"the compiler needs {peak} of {show_bytes(row.usable_bytes)}"
+    took = f"{found.seconds:.0f} s, {show_bytes(found.host_bytes)} of this machine"
+    _progress(f"  compiled ({'remembered' if found.remembered else took}): {peak} per device")
     return row._replace(compiled_bytes=found.peak, fits=fits, reason=reason)
 
 
 def _outcome(row: Any) -> str:
-    from moezoo.host import in_gib
+    from moezoo.tools.plan.units import show_bytes, show_seconds
 
     if row.step_seconds is None:
         return row.reason
-    memory = in_gib(row.bytes_per_device) + f" of {in_gib(row.hbm_bytes)}, does not fit" * (not row.fits)
-    return f"{memory}; at least {row.step_seconds:.4g} s, bound by {row.bound_by}"
+    memory = show_bytes(row.bytes_per_device) + ", does not fit" * (not row.fits)
+    return f"{memory}; at least {show_seconds(row.step_seconds)}, bound by {row.bound_by}"
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _progress(text: str) -> None:
+    from moezoo.tools.plan.text import wrap
+
+    print(*wrap(text.lstrip(), " " * (len(text) - len(text.lstrip()))), sep="\n", file=sys.stderr, flush=True)
 
 
 COMMAND = ConfiguredCommand(
@@ -246,8 +258,10 @@ COMMAND = ConfiguredCommand(
     keys=Keys,
     description="Say whether a configuration fits on a slice of TPUs or nodes of GPUs that this machine does not have, "
     "how long a step takes at least, and what binds it. Each row is compiled as it would run, for these devices "
-    "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for at most three "
-    "minutes and recommends a layout. The exit code is 2 if nothing fits. Page: docs/planning.md of the repository.",
+    "(pip install 'moezoo[plan]'), or with --estimate only traced. Without a mesh, it searches for the best layout. "
+    "The answer comes first, then all rows: a table in 120 columns or more, records in fewer. The columns are COLUMNS, "
+    "or the terminal's; without a terminal they are 80. The exit code is 2 if nothing fits. Page: docs/planning.md of "
+    "the repository.",
     switches=Switches,
     examples=(
         "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",

@@ -6,7 +6,6 @@ above.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.config.splits import divisors
 from moezoo.errors import UserError
-from moezoo.host import in_gib
 from moezoo.parallel.dispatch import Dispatch
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import abstract_mesh
@@ -29,6 +27,7 @@ from moezoo.tools.absent import GPUS
 from moezoo.tools.calls import CALLS
 from moezoo.tools.memory_model import Footprint, footprint
 from moezoo.tools.plan.hardware import Slice
+from moezoo.tools.plan.units import show_bytes
 from moezoo.tools.plan.work import Bound, Work, bound, work_of
 from moezoo.tools.sharding.describe import CollectiveRow, collectives
 
@@ -41,11 +40,13 @@ class PlanRow(NamedTuple):
         mesh: Mesh axis -> number of devices, of those above 1.
         rules: The name of the rules.
         dispatch: The strategy; for `auto` also the one that it chooses.
-        fits: Whether the peak of memory is at most what a device has: the compiler's where it is known.
+        fits: Whether the compiler's peak is at most `usable_bytes`; where it is not known, whether the predicted peak
+            is at most `moezoo.tools.plan.hardware.LEAST_RATIO` of it.
         reason: Why it does not fit or cannot be laid out, and what would help; empty if it fits.
         caution: Why a run there is refused as things are, and what to do; empty if it is not.
         bytes_per_device: The peak of the memory model.
         hbm_bytes: What a device has.
+        usable_bytes: What JAX may take of it.
         memory: What is held at the peak -> bytes.
         moment: When the peak is.
         compiled_bytes: The compiler's own peak.
@@ -70,6 +71,7 @@ class PlanRow(NamedTuple):
     fits: bool
     reason: str
     hbm_bytes: int
+    usable_bytes: int
     bytes_per_device: int | None = None
     memory: Mapping[str, int] | None = None
     moment: str | None = None
@@ -115,8 +117,8 @@ def refused(words: Sequence[str], where: Slice, reason: str) -> PlanRow:
     """Return the row of a configuration that cannot be laid out, with the reason."""
     found = {key: word.partition("=")[2] for word in words if (key := word.partition("=")[0])}
     mesh = {key.partition(".")[2]: int(n) for key, n in found.items() if key.startswith("mesh.") and n.isdigit()}
-    chosen = found.get("rules", ""), found.get("dispatch", "")
-    return PlanRow(tuple(words), mesh, *chosen, fits=False, reason=reason, hbm_bytes=where.chip.hbm_bytes)
+    chosen, chip = (found.get("rules", ""), found.get("dispatch", "")), where.chip
+    return PlanRow(tuple(words), mesh, *chosen, False, reason, chip.hbm_bytes, chip.usable_bytes)
 
 
 def program_of(words: Sequence[str], where: Slice) -> Hashable:
@@ -142,22 +144,24 @@ def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: Call
         cfg = dataclasses.replace(cfg, dispatch=CALLS[call](cfg, blueprint_on(cfg), mesh).execution.strategy)
         name += f": {path_of(type(cfg.dispatch))}"
     group = on_mesh(build_execution(cfg, mesh, batches="any")).expert_group(cfg.model.experts)
-    found, have = footprint(cfg, call, target=target_of(where)), where.chip.hbm_bytes
+    found, chip = footprint(cfg, call, target=target_of(where)), where.chip
     mesh = {axis: size for axis, size in cfg.mesh.sizes.items() if size > 1}
     held: dict[str, int] = {}
     for term in found.terms:
         held[term.name] = held.get(term.name, 0) + term.bytes
-    row = PlanRow(words, mesh, cfg.rules.name, name, found.peak <= have, "", have)
+    fits = found.peak <= chip.predicted_bytes
+    row = PlanRow(words, mesh, cfg.rules.name, name, fits, "", chip.hbm_bytes, chip.usable_bytes)
     row = row._replace(bytes_per_device=found.peak, memory=held, moment=found.moment)
     row = row._replace(caution=cfg.dispatch.refusal(group) or "")
     if (stages := cfg.mesh.stage) > 1 and call in ("train", "evaluate"):
         row = row._replace(bubble=cfg.execution.pipeline.bubble(stages))
-    return cfg, row if row.fits else row._replace(reason=_shortage(found, have))
+    return cfg, row if row.fits else row._replace(reason=_shortage(found, chip.predicted_bytes))
 
 
-def _shortage(found: Footprint, have: int) -> str:
+def _shortage(found: Footprint, room: int) -> str:
     most = max(found.terms, key=lambda term: term.bytes)
-    return f"{in_gib(found.peak)} of {in_gib(have)}, in the {found.moment}; most is {most.name}, {in_gib(most.bytes)}"
+    needed = f"{show_bytes(found.peak)} in the {found.moment}, where at most {show_bytes(room)} fits"
+    return f"{needed}; most is {most.name}, {show_bytes(most.bytes)}"
 
 
 def _timed(row: PlanRow, cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
@@ -203,13 +207,11 @@ def settings_that_help(words: Sequence[str], where: Slice, call: CallName = "tra
     settings = _savings(cfg, call)
     alone = [next((each for each in values if _fits((*words, each), where, call)), None) for values in settings]
     yield from filter(None, alone)
-    if not any(alone):
-        *others, last = settings or [[]]
-        strongest = [values[-1] for values in others]
-        together = ((*strongest, each) for each in last)
-        yield from (
-            " ".join(each) for each in itertools.islice((x for x in together if _fits((*words, *x), where, call)), 1)
-        )
+    if settings and not any(alone):
+        *others, last = settings
+        together = ([*(values[-1] for values in others), each] for each in last)
+        found = next((each for each in together if _fits((*words, *each), where, call)), None)
+        yield from [" ".join(found)] if found else []
 
 
 def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
@@ -237,7 +239,7 @@ def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
 
 def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
     try:
-        return footprint(compose(*words), call, target=target_of(where)).peak <= where.chip.hbm_bytes
+        return footprint(compose(*words), call, target=target_of(where)).peak <= where.chip.predicted_bytes
     except UserError:
         return False
 

@@ -82,7 +82,28 @@ class Chip(NamedTuple):
         """Whether it is a GPU."""
         return not self.ring
 
+    @property
+    def setting(self) -> str:
+        """The environment variable, as NAME=VALUE, with which JAX may take `usable_bytes`; empty on TPUs.
 
+        Without it, JAX takes 0.75 of a GPU's memory. The rest of .95 is for CUDA itself and for NCCL.
+        """
+        return f"{_FRACTION}=.95" if self.is_gpu else ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What JAX may take of its memory: all of a TPU's, and of a GPU's the share that `setting` sets."""
+        return int(self.hbm_bytes * float(self.setting.partition("=")[2] or 1))
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The largest prediction that fits: a compiler may have more in use than was predicted."""
+        return int(self.usable_bytes * LEAST_RATIO)
+
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# The smallest ratio of a prediction to what a compiler has in use (docs/planning.md).
+LEAST_RATIO = 0.93
 _GIB = 2**30
 CHIPS = {
     chip.name: chip
