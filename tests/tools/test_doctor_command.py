@@ -74,7 +74,13 @@ def test_ragged_on_a_gpu_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("logit", "loss", "kind"),
-    [(1, 3.0, "fact"), (1, 3.1, "problem"), (1, float("nan"), "problem"), (1.01, 3.0, "problem")],
+    [
+        (1, 3.0, "fact"),
+        (1, 3.1, "problem"),
+        (1, float("nan"), "problem"),
+        (1.01, 3.0, "problem"),
+        (float("nan"), 3.0, "problem"),
+    ],
 )
 def test_wrong_numbers_are_a_problem(monkeypatch, logit, loss, kind):
     """Also the second loss alone, which the gradients of the first step change."""
