@@ -18,12 +18,14 @@ import glob
 import json
 import operator
 import os
+import queue
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -31,7 +33,6 @@ import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
 from moezoo.errors import UserError, last_words
 from moezoo.host import NO_CUDA_GRAPHS
-from moezoo.tools.doctor.command import messages
 from moezoo.training.files import replace_text
 
 MARK = "moezoo-bench "  # the start of a line of a part's process that is a message
@@ -415,3 +416,29 @@ def report(rows: Sequence[Row]) -> Report:
         panels.append(Panel(f"{part}, ms", {row["scope"]: {"": row["ms"]} for row in some}))
     kind = next((row["device"] for row in rows if row.get("device")), "")
     return Report(rows, tables, [[panel] for panel in panels], f"device: {kind}, bfloat16")
+
+
+def messages(process: subprocess.Popen[str], mark: str, wait: Callable[[], float]) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON of the lines that a process prints with `mark` at their start.
+
+    If none comes for the seconds that `wait` returns before each, it yields None, and nothing after it.
+    """
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def receive() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, wait()))
+        except queue.Empty:
+            yield None
+            return
+        if line is None:
+            return
+        if line.startswith(mark):
+            yield json.loads(line.removeprefix(mark))

@@ -8,12 +8,14 @@ import contextlib
 import datetime
 import itertools
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import moezoo.tables as tables
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
 
@@ -45,7 +47,7 @@ class Column(NamedTuple):
     def cell(self, row: Row) -> str:
         """Return the text of a row."""
         value = get(row, self.value)
-        return "" if value is None else format(value if self.unit == 1 else value / self.unit, self.form)
+        return tables.cell(value if value is None or self.unit == 1 else value / self.unit, self.form)
 
 
 class Table(NamedTuple):
@@ -165,21 +167,15 @@ def write(report: Report, folder: Path) -> None:
     log(f"wrote {folder}/rows.json" + f" and {folder}/speed.png" * bool(report.panels))
 
 
-def print_tables(tables: Sequence[Table]) -> None:
+def print_tables(shown: Sequence[Table]) -> None:
     """Print tables as wide as the terminal, or as 160 characters."""
-    from rich import box, table
-    from rich.console import Console
-
-    # Settings and errors are printed as they are, also what is in brackets.
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
-    for each in tables:
-        shown = table.Table(title=each.title, caption=each.caption, box=box.SIMPLE, collapse_padding=True)
-        for column in each.columns:
-            number = bool(column.form)
-            shown.add_column(column.title, justify="right" if number else "left", no_wrap=number, overflow="fold")
-        for row in each.rows:
-            shown.add_row(*(column.cell(row) for column in each.columns))
-        console.print(shown)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
+    for each in shown:
+        rows = [[column.cell(row) for column in each.columns] for row in each.rows]
+        right = {number for number, column in enumerate(each.columns) if column.form}
+        lines = tables.plain([column.title for column in each.columns], rows, right, width=width)
+        about = textwrap.wrap(each.caption or "", width)
+        print("\n".join([*textwrap.wrap(each.title, width), "", *lines, *([""] if about else []), *about, ""]))
 
 
 def draw(panels: Sequence[Sequence[Panel]], title: str, path: Path) -> None:

@@ -37,7 +37,6 @@ _COLLECTIVE_LIMITS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=600",
     "--xla_cpu_collective_call_terminate_timeout_seconds=86400",
 )
-OWN_XLA_FLAGS = (*_COLLECTIVE_LIMITS, NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS)
 # On GPUs XLA runs a program as CUDA graphs, in whose traces kernels do not name the operation that they belong to.
 NO_CUDA_GRAPHS = "--xla_gpu_enable_command_buffer="
 

@@ -31,7 +31,7 @@ ORDER = (
     ("typed",),
     ("host", "progress"),
     ("remote",),
-    ("errors", "interrupts"),
+    ("errors", "interrupts", "tables"),
 )
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 # A function with the name of its package.

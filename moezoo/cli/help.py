@@ -10,6 +10,7 @@ from typing import Any
 
 from moezoo.config.options import describe_keys
 from moezoo.config.overrides import CONF, PACKAGE, PLUGS, defaults, groups, is_own, own_path
+from moezoo.tables import pairs
 from moezoo.typed import show
 
 _LINE = re.compile(r"( *)(\w+): *([^#]*?) *(?:# *(.*))?")
@@ -22,17 +23,7 @@ for _key, (_noun, _base) in PLUGS.items():
 
 def table(rows: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:
     """Return rows as two columns; the second is wrapped at the width of the terminal."""
-    rows, width = list(rows), terminal_width()
-    column = indent + 2 + max((len(left) for left, _ in rows if len(left) <= 34), default=0)
-    lines = []
-    for left, text in rows:
-        first, *more = textwrap.wrap(text, width - column, break_long_words=False) or [""]
-        if indent + len(left) > column - 2:
-            lines.append(" " * indent + left)
-            left = ""
-        lines.append(f"{' ' * indent + left:<{column}}{first}".rstrip())
-        lines += [" " * column + line for line in more]
-    return lines
+    return pairs(rows, terminal_width(), indent)
 
 
 def own_keys(kind: type) -> list[str]:

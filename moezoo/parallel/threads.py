@@ -15,15 +15,6 @@ _MOST = 256  # that XLA's pool for computations takes
 _given: str | None = None
 
 
-def describe_threads() -> str:
-    """Return what is done about threads; empty where XLA has enough by itself."""
-    if not _too_few():
-        return ""
-    return (
-        f"moezoo asks XLA for {_PER_DEVICE} threads for each while JAX starts, unless {' or '.join(VARIABLES)} is set"
-    )
-
-
 def _too_few() -> bool:
     return jax.__version__.startswith("0.10.")
 

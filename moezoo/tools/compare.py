@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import moezoo.tables as tables
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read, take_switches
 from moezoo.errors import UserError
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     """Draw the picture, and print what differs."""
     from moezoo.training.files import writing_to
     from moezoo.training.pictures import Curve, runs_picture
-    from moezoo.training.reading import describe_unit, figures_of, markdown_table, read_folder
+    from moezoo.training.reading import describe_unit, figures_of, read_folder
 
     switches, words = take_switches(Switches, arguments)
     keys = read(Keys, words)
@@ -64,8 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     forms = {"step": ",", "val_loss": ".4f", "loss": ".4f", "tokens_per_second": ",.0f", "skipped": ""}
     for field, form in forms.items():
         values = [getattr(each, field) for each in figures]
-        rows.append([_FIGURES[field], *("" if value is None else format(value, form) for value in values)])
-    print("\n".join([*markdown_table(["", *names], rows), *(f"note: {note}" for note in notes)]))
+        rows.append([_FIGURES[field], *(tables.cell(value, form) for value in values)])
+    shown = tables.markdown(["", *names], rows, right=range(1, len(names) + 1))
+    print("\n".join([*shown, *(f"note: {note}" for note in notes)]))
     print(f"{'picture':<12}{keys.out}")
 
 

@@ -12,16 +12,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+import moezoo.tables as tables
 from moezoo.config.settings import ProfileSettings
 from moezoo.parallel import distributed
 from moezoo.profiling.profile import ORDER, Operation, Profile, operations, read_trace, recording, step_of
 from moezoo.training.files import replace_text, writing_to
-from moezoo.training.reading import markdown_table
 
 PAGE, FOLDER = "profile.md", "profile"
 # The median of this many steps before the first recorded one is the time of a step without the recording.
 _BEFORE = 20
 _PHASES = ("forward", "recomputed", "backward")
+_TITLES = ("part", "ms", "share", *_PHASES, "moving data")
 _EXPLANATION = """\
 - At an instant at which n threads work, each gets 1/n of it, so the parts add up to the whole step. A thread is one
   of the CPU, a stream of a GPU, or a core of a TPU.
@@ -119,7 +120,7 @@ class Profiler:
             f"jax {jax.__version__}, {devices[0].device_kind} devices of this process: {len(devices)}, "
             f"{datetime.date.today()}",
             "",
-            *markdown_table(["part", "ms", "share", *_PHASES, "moving data"], _rows(found)),
+            *tables.markdown(_TITLES, _rows(found), right=range(1, len(_TITLES))),
             "",
             f"- The clock: {1e3 * statistics.fmean(self._seconds[n] for n in self._recorded()):.1f} ms per step.",
             f"- Between steps, for data, rows, evaluation and saves: {1e3 * statistics.fmean(self._between):.1f} ms.",

@@ -128,15 +128,6 @@ def describe_unit(settings: Iterable[Mapping[str, Any]]) -> str:
     return f"nats per {units.pop()}" if len(units) == 1 else "nats"
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Return the lines of a table that is also Markdown, with the first `left` columns aligned to the left."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
-    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    marks = ["-" * width if number < left else "-" * (width - 1) + ":" for number, width in enumerate(widths)]
-    pad = lambda row: [c.ljust(w) if n < left else c.rjust(w) for n, (c, w) in enumerate(zip(row, widths, strict=True))]  # noqa: E731
-    return [f"| {' | '.join(row)} |" for row in (pad(cells[0]), marks, *map(pad, cells[1:]))]
-
-
 def _numbers(row: MetricsRow) -> MetricsRow:
     return {
         key: value

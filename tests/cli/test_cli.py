@@ -274,7 +274,7 @@ MISTYPED = {
     "evaluate": "name one model: run_dir=FOLDER of a run, or folder=FOLDER",
     "sweep seed=0,1 mesh.exprt=8": "mesh.exprt: there is no key 'exprt' in mesh; did you mean 'expert'?",
     "compare a b ot=x.png": "ot: there is no key 'ot'; did you mean 'out'?",
-    "doctor foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
+    "doctor secnds=9": "secnds: there is no key 'secnds'; did you mean 'seconds'?",
     "generate run_dir=x prompt=a temprature=1": "temprature: there is no key 'temprature'; did you mean 'temperature'?",
     "parity foldr=x": "foldr: there is no key 'foldr'; did you mean 'folder'?",
     "sharding --jsn": "--jsn: no such option; did you mean '--json'?",

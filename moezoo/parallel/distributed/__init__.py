@@ -2,7 +2,6 @@
 
 from moezoo.parallel.distributed.alone import Alone as Alone
 from moezoo.parallel.distributed.auto import Auto as Auto
-from moezoo.parallel.distributed.auto import detect as detect
 from moezoo.parallel.distributed.base import Distributed as Distributed
 from moezoo.parallel.distributed.manual import Manual as Manual
 from moezoo.parallel.distributed.processes import check_same as check_same

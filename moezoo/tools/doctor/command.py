@@ -1,43 +1,60 @@
 """`moezoo doctor`: what is installed here, and whether it works, as a report to paste into an issue.
 
 This process does not import JAX, so that it can report that JAX does not work. What needs JAX is in
-`moezoo.tools.doctor.devices`, which runs in a process of its own.
+`moezoo.tools.doctor.devices`, of which each part runs in a process of its own, because JAX may crash or wait forever.
 """
 
 import contextlib
 import dataclasses
+import importlib.metadata as metadata
 import json
 import os
-import queue
+import platform
+import re
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
-import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-import moezoo.interrupts as interrupts
+from packaging.requirements import Requirement
+
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read, take_switches
-from moezoo.errors import last_words
-from moezoo.tools.doctor import installed as doctor_installed
-from moezoo.tools.doctor import machine as doctor_machine
-from moezoo.tools.doctor.entries import DEVICES, MARK, ON_DEVICES, Entry, Part, facts, mask, problem
+from moezoo.errors import UserError, last_words
+from moezoo.host import host_memory, in_gib, own_variables, processor_limits, processor_name, processors
+from moezoo.tables import pairs
 from moezoo.typed import Range
 
+MARK = "moezoo-doctor "  # the start of a line that a part's process prints for this one
+DEVICES, STEPS = "devices", "two steps"  # the parts that start JAX
 _WIDTH, _TITLE = 100, 13
+_PACKAGE = Path(__file__).parents[2]
+_PLUGIN = re.compile(r"jax-(cuda|rocm|oneapi)\w*-(plugin|pjrt)|libtpu")
+# Variables that change results or speed and hold no secret. No other is shown.
+_SHOWN = re.compile(
+    r"JAX_(PLATFORMS|ENABLE_X64|DEFAULT_MATMUL_PRECISION|DISABLE_JIT|DEBUG_NANS)|XLA_(FLAGS|PYTHON_CLIENT_\w+)|PJRT_NPROC|"
+    r"LIBTPU_INIT_ARGS|TPU_\w+_BOUNDS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES|NCCL_\w+|N(VIDIA_TF32_OVERRIDE|PROC)|PYTHONPATH|"
+    r"OMP_NUM_THREADS|LD_(LIBRARY_PATH|PRELOAD)|SLURM_(NTASKS|PROCID|STEP_NUM_TASKS)|EQX_ON_ERROR|MALLOC_\w+"
+)
+# What an error may quote: the user and password of an address, and keys.
+_SECRET = re.compile(r"(?<=://)\S*@|\b(hf_|sk[-_]|gh[a-z]_|github_pat_|glpat-|nvapi-|AKIA|AIza|eyJ)[\w.\-]+")
+
+
+class Entry(NamedTuple):
+    """One line of a report: "fact", "note" for advice, or "problem" if a run needs it; its part; and what it says."""
+
+    kind: Literal["fact", "note", "problem"]
+    title: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
     """The command's options."""
 
-    folder: str = key("where runs go: its disk is tried with a file of 64 MB, which is removed", default="runs")
-    seconds: float = key("how long one part may take on the devices", default=180.0, valid=Range(at_least=1.0))
+    seconds: float = key("how long one part may take on the devices", default=300.0, valid=Range(at_least=1.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,175 +68,148 @@ class Switches:
 def main(arguments: Sequence[str]) -> int:
     """Print the report; return 1 if something that a run needs does not work."""
     switches, words = take_switches(Switches, arguments)
-    keys = read(Keys, words)
-    found: list[Entry] = []
-    title = ""
-    if switches.markdown and not switches.json:
-        print("```text")
-    for entry in examine(Path(keys.folder), keys.seconds):
-        entry = entry._replace(text=mask(entry.text))
-        found.append(entry)
-        if not switches.json and entry.kind == "fact":
-            print("\n".join(_lines("" if entry.title == title else entry.title, entry.text)), flush=True)
-            title = entry.title
-    advice = [entry for entry in found if entry.kind != "fact"]
-    problems = [entry for entry in advice if entry.kind == "problem"]
+    found = [entry._replace(text=mask(entry.text)) for entry in examine(read(Keys, words).seconds)]
+    facts: dict[str, list[str]] = {}
+    for entry in (entry for entry in found if entry.kind == "fact"):
+        facts.setdefault(entry.title, []).append(entry.text)
+    notes, problems = ([e for e in found if e.kind == kind] for kind in ("note", "problem"))
     if switches.json:
-        print(_as_json(found))
+        advice = ([{"part": e.title, "text": e.text} for e in each] for each in (notes, problems))
+        print(json.dumps({"facts": facts, **dict(zip(("notes", "problems"), advice, strict=True))}, indent=2))
     else:
-        print(
-            "\n".join(["", *(line for entry in advice for line in _lines(entry.kind, f"{entry.title}: {entry.text}"))])
-        )
-        works = "what a run needs is there and works"
-        print("\n".join(_lines("result", f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else works)))
-    if switches.markdown and not switches.json:
-        print("```")
+        rows = [("" if n else title, text) for title, texts in facts.items() for n, text in enumerate(texts)]
+        rows += [("", ""), *((e.kind, f"{e.title}: {e.text}") for e in (*notes, *problems))]
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        rows.append(("result", count if problems else "what a run needs is there and works"))
+        lines = pairs(rows, _WIDTH, column=_TITLE)
+        print("\n".join(["```text", *lines, "```"] if switches.markdown else lines))
     return 1 if problems else 0
 
 
-def examine(folder: Path, seconds: float) -> Iterator[Entry]:
-    """Yield the entries of all parts of the report, as they are found; arguments as the command's keys."""
-    for part in (
-        Part("moezoo", doctor_installed.find_versions),
-        Part("libraries", doctor_installed.find_libraries),
-        Part("extras", doctor_installed.find_extras, needed=False),
-        Part("machine", doctor_machine.find_machine, needed=False),
-        Part("environment", doctor_machine.find_environment, needed=False),
-        Part("disk", partial(doctor_machine.find_disk, folder)),
-    ):
-        yield from part.entries()
-    yield from examine_devices(seconds)
+def guarded(title: str, find: Callable[[], Iterable[Entry]]) -> Iterator[Entry]:
+    """Yield what a part of the report finds; what it raises is a problem of one line."""
+    try:
+        yield from find()
+    except Exception as error:
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        yield Entry("problem", title, f"failed: {name}{str(error).strip().partition(chr(10))[0][:300]}")
 
 
-def examine_devices(seconds: float) -> Iterator[Entry]:
-    """Yield the entries of the parts that start JAX; if devices do not start, those of the others on the CPU.
-
-    A process that crashes, or is silent for `seconds`, ends the part that it runs, and another runs the parts after it.
-    """
-    left, environment = list(ON_DEVICES), dict(os.environ)
-    while left:
-        begun = yield from _run_parts(left, environment, seconds)
-        if begun == 0:
+def examine(seconds: float) -> Iterator[Entry]:
+    """Yield all entries, part by part. Where devices do not start, the two steps are tried on the CPU."""
+    yield from guarded("moezoo", find_versions)
+    yield from guarded("libraries", find_libraries)
+    yield from guarded("machine", find_machine)
+    environment = dict(os.environ)
+    for title in (DEVICES, STEPS):
+        found = _run_part(title, environment, seconds)
+        yield from found
+        if any(entry.title == "jax" for entry in found):
             return
-        last, left = left[begun - 1], left[begun:]
-        if last == DEVICES:
+        if title == DEVICES and all(entry.kind == "problem" for entry in found):
             if environment.get("JAX_PLATFORMS") == "cpu":
                 return
             environment["JAX_PLATFORMS"] = "cpu"
-            yield from facts(DEVICES, "what follows is of the CPU")
+            yield Entry("fact", DEVICES, "what follows is of the CPU")
 
 
-def command_of(titles: Sequence[str]) -> list[str]:
-    """Return the command that runs parts and prints what they find."""
-    return [sys.executable, "-P", "-c", f"from moezoo.tools.doctor.devices import child; child({list(titles)})"]
+def command_of(title: str) -> list[str]:
+    """Return the command that runs a part and prints what it finds."""
+    return [sys.executable, "-P", "-c", f"from moezoo.tools.doctor.devices import child; child({title!r})"]
 
 
-def _run_parts(titles: Sequence[str], environment: dict[str, str], seconds: float) -> Generator[Entry, None, int]:
-    """Run parts in a process of their own and yield their entries; return how many it began, of which the last failed.
-
-    If none failed it is the number of all.
-    """
-    begun, is_done = 0, False
-    with tempfile.TemporaryFile() as err:
-        process = subprocess.Popen(
-            command_of(titles),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,  # so that what it starts can be ended with it
-        )
-
-        def kill() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        with process, interrupts.undoing(kill):
-            reason = None
-            for message in messages(process, MARK, lambda: seconds):
-                if message is None:
-                    reason = f"no answer for {seconds:g} s (seconds= sets this limit)"
-                    kill()
-                    break
-                begun += "begin" in message
-                is_done = message.get("end") == titles[begun - 1]
-                if "entry" in message:
-                    yield Entry(*message["entry"])
-            ended = process.wait()
-        if is_done and begun == len(titles):
-            return begun
-        if reason is None and ended == 0:  # the devices do not start, which is reported
-            return begun
-        err.seek(0)
-        said = last_words(err.read().decode(errors="replace"))
-        how = f"ended by {signal.Signals(-ended).name}" if ended < 0 else f"ended with code {ended}"
-        reason = reason or f"its process {how}{': ' * bool(said)}{said}"
-        if begun == 0:
-            yield problem("jax", f"moezoo was not imported with JAX: {reason}")
-        else:
-            title = titles[begun - 1]
-            yield Part(title, tuple, ON_DEVICES[title]).failure(reason)
-    return begun
+def _run_part(title: str, environment: dict[str, str], seconds: float) -> list[Entry]:
+    """Return the entries of a part that runs in a process of its own, and how that ended unless it ended well."""
+    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "env": environment, "timeout": seconds}
+    reason = ""
+    try:
+        done = subprocess.run(command_of(title), check=False, **options)
+        out = done.stdout
+        if code := done.returncode:
+            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            reason = f"its process {how}: {last_words(done.stderr.decode(errors='replace'))}".rstrip(": ")
+    except subprocess.TimeoutExpired as error:
+        out, reason = error.stdout or b"", f"no answer for {seconds:g} s (seconds= sets this limit)"
+    lines = out.decode(errors="replace").splitlines()
+    said = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    found = [Entry(*each) for each in said if each]
+    if reason:
+        no_jax = f"moezoo was not imported with JAX: {reason}"
+        found.append(Entry("problem", title, f"failed: {reason}") if said else Entry("problem", "jax", no_jax))
+    return found
 
 
-def messages(process: subprocess.Popen[str], mark: str, wait: Callable[[], float]) -> Iterator[dict[str, Any] | None]:
-    """Yield the JSON of the lines that a process prints with `mark` at their start.
-
-    If none comes for the seconds that `wait` returns before each, it yields None, and nothing after it.
-    """
-    lines: queue.Queue[str | None] = queue.Queue()
-
-    def receive() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    threading.Thread(target=receive, daemon=True).start()
-    while True:
-        try:
-            line = lines.get(timeout=max(0.0, wait()))
-        except queue.Empty:
-            yield None
-            return
-        if line is None:
-            return
-        if line.startswith(mark):
-            yield json.loads(line.removeprefix(mark))
+def find_versions() -> Iterator[Entry]:
+    """Yield the versions of moezoo and Python, where moezoo is, and links that a clone lacks."""
+    root, version, commit = _PACKAGE.parent, installed("moezoo"), ""
+    asked = ["git", "-C", str(root), "describe", "--always", "--dirty= with changes", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(asked, capture_output=True, text=True, check=False) if (root / ".git").exists() else None
+        commit = f"commit {done.stdout.strip() or 'unknown'}, " if done else ""
+    yield Entry("fact", "moezoo", f"{version or 'not installed'}, {commit}in {root}")
+    if version is None:
+        yield Entry("problem", "moezoo", f"imported from {root}, but not installed; pip install it")
+    yield Entry("fact", "python", f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}")
+    for name in ("models", "kernels", "conf"):
+        if not (_PACKAGE / name).is_dir():
+            without = "is no folder: this clone was made without symbolic links; run git config core.symlinks true"
+            yield Entry("problem", "moezoo", f"{_PACKAGE / name} {without} and git checkout -- moezoo")
 
 
-def _lines(title: str, text: str) -> list[str]:
-    """Return an entry as lines of at most `_WIDTH` characters, with its title in the first column."""
-    first, rest = f"{title:<{_TITLE}}", " " * _TITLE
-    return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=f"{rest}  ", break_on_hyphens=False) or [
-        first.rstrip()
-    ]
+def find_libraries() -> Iterator[Entry]:
+    """Yield the versions of the libraries that moezoo needs, which must fit, and of JAX's plugins."""
+    every = map(Requirement, (metadata.requires("moezoo") or ()) if installed("moezoo") else ())
+    needed = [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]
+    plugins = {name for each in metadata.distributions() if _PLUGIN.fullmatch(name := each.name.lower())}
+    names = ["jaxlib", *(each.name for each in needed), *sorted(plugins)]
+    yield Entry("fact", "libraries", ", ".join(f"{name} {installed(name) or 'missing'}" for name in names))
+    for each in needed:
+        have = installed(each.name)
+        if have is None or not each.specifier.contains(have, prereleases=True):
+            asked = f"{each.name}{each.specifier}"
+            text = f"{each.name} {have or 'is missing'}, and moezoo needs {asked}; pip install '{asked}'"
+            yield Entry("problem", "libraries", text)
 
 
-def _as_json(found: Sequence[Entry]) -> str:
-    by_title: dict[str, list[str]] = {}
-    for entry in found:
-        if entry.kind == "fact":
-            by_title.setdefault(entry.title, []).append(entry.text)
-    advice = {
-        f"{kind}s": [{"part": entry.title, "text": entry.text} for entry in found if entry.kind == kind]
-        for kind in ("note", "problem")
-    }
-    return json.dumps({"facts": by_title, **advice}, indent=2)
+def installed(name: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def find_machine() -> Iterator[Entry]:
+    """Yield the system, processors and memory, and the variables that change results or speed."""
+    usable = min([processors(), *processor_limits()])  # also those of a container
+    size = f"{processor_name()}, {usable:.3g} processors, {in_gib(host_memory())} of memory"
+    yield Entry("fact", "machine", f"{platform.platform()}, {size}")
+    names = sorted(name for name in os.environ if _SHOWN.fullmatch(name) and name not in {*own_variables})
+    for name in names:
+        yield Entry("fact", "environment", f"{name}={os.environ[name]}")
+
+
+def mask(text: str) -> str:
+    """Return a text without secrets, the home folder and the name of the user in paths."""
+    text = _SECRET.sub("***", text)
+    home = os.path.expanduser("~").rstrip("/")
+    for folder in {home, os.path.realpath(home)} if len(home) > 1 else ():
+        text = re.sub(rf"(?<![\w/.]){re.escape(folder)}(?![\w\-])", "~", text)
+    names = {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")} | {Path(home).name}
+    for user in names - {"", "root"}:
+        text = re.sub(rf"(?<=/){re.escape(user)}(?![\w\-])", "USER", text)
+    return text
 
 
 COMMAND = KeysCommand(
     "doctor",
     "report what is installed here, and whether it works",
     main,
-    description="Report versions, devices, the kernels that a run would take, disk and environment, train two steps of "
-    "a tiny model, and end with advice. The exit code is 1 if something that a run needs does not work. Nothing is "
+    description="Report versions, devices and environment, train two steps of a tiny model on one device and on all, "
+    "and end with advice. The exit code is 1 if something that a run needs does not work. Nothing is "
     "sent anywhere, and the report shows neither keys nor your name, so you can paste it into an issue. "
     "Page: docs/start.md of the repository.",
     keys=Keys,
     switches=Switches,
-    examples=("--markdown > report.md", "folder=/shared/runs seconds=600"),
+    examples=("--markdown > report.md", "seconds=600"),
     alone=True,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+import moezoo.tables as tables
 from moezoo.errors import UserError
 from moezoo.hub.loading import from_pretrained
 from moezoo.hub.opening import open_folder
@@ -93,11 +94,10 @@ class Comparison:
         return ""
 
     def __str__(self) -> str:
-        columns = [("transformers", "moezoo", "difference")]
-        for row in self.rows:
-            columns.append((row.theirs, row.ours, f"{row.difference:>10.1e}" + "  <-" * bool(self._divergence(row))))
-        first, second = (max(len(line[i]) for line in columns) for i in (0, 1))
-        lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in columns]
+        rows = (
+            [row.theirs, row.ours, f"{row.difference:.1e}", "<-" * bool(self._divergence(row))] for row in self.rows
+        )
+        lines = tables.plain(["transformers", "moezoo", "difference"], rows, right=(2,), rule=False)
         return "\n".join([*lines, "", self.verdict])
 
 

@@ -1,16 +1,12 @@
 """The output of `moezoo sharding`: tables that do not depend on the terminal, or JSON."""
 
 import dataclasses
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+import moezoo.tables as tables
 from moezoo.config.build import blueprint_of
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
@@ -23,7 +19,6 @@ from moezoo.tools.sharding.describe import CollectiveRow, ParameterRow, Sharding
 from moezoo.tools.sharding.differences import Change, Differences
 from moezoo.typed import show
 
-_WIDEST = 500  # no line is wrapped; most fit 120 columns
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")
 
 _SIGNS = ("- ", "+ ")  # of the rows of one of two layouts
@@ -65,12 +60,12 @@ def describe_run(cfg: TrainConfig, call: CallName) -> str:
 def render(title: str, layout: Sharding) -> str:
     """Return the tables of a layout."""
     parameters, activations, collectives, memory = ([("", row) for row in rows] for rows in layout)
-    tables: list[Table | str] = [_arrays("parameter", parameters, {"": layout.parameters})]
+    parts = [title, _arrays("parameter", parameters, {"": layout.parameters})]
     if activations:
-        tables.append(_arrays("activation", activations, {}))
-        tables += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
-        tables.append(_memory(memory))
-    return _join([title, *tables])
+        parts.append(_arrays("activation", activations, {}))
+        parts += _collectives(collectives, {"": layout.collectives}) if collectives else ["no collective"]
+        parts.append(_memory(memory))
+    return "\n\n".join(parts)
 
 
 def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found: Differences) -> str:
@@ -78,18 +73,18 @@ def render_differences(titles: Sequence[str], layouts: Sequence[Sharding], found
     heads = [f"{sign}{line}" for sign, title in zip(_SIGNS, titles, strict=True) for line in title.splitlines()]
     parameters, activations, collectives, memory = (list(_signed(changes)) for changes in found[:-1])
     signed = dict(zip(_SIGNS, layouts, strict=True))
-    tables = [
+    shown = [
         [_arrays("parameter", parameters, {sign: each.parameters for sign, each in signed.items()})],
         [_arrays("activation", activations, {})],
         _collectives(collectives, {sign: each.collectives for sign, each in signed.items()}),
         [_memory(memory)],
     ]
-    parts: list[Table | str] = ["\n".join(heads)]
-    for name, rows, same, part in zip(Sharding._fields, found, found.same, tables, strict=False):
+    parts = ["\n".join(heads)]
+    for name, rows, same, part in zip(Sharding._fields, found, found.same, shown, strict=False):
         parts += part if rows else []
         if rows or same:
             parts.append(f"{same} {'other ' * bool(rows)}rows of {name} are the same")
-    return _join(parts)
+    return "\n\n".join(parts)
 
 
 def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
@@ -97,33 +92,31 @@ def _signed(changes: Iterable[Change]) -> Iterator[Signed]:
         yield from ((sign, row) for sign, row in zip(_SIGNS, change, strict=True) if row is not None)
 
 
-def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]]) -> Table:
+def _arrays(kind: str, rows: Sequence[Signed], summed: Mapping[str, Sequence[ParameterRow]]) -> str:
     """Return a table of parameters or activations. Rows of a block of layers stand below its path."""
-    table = _table(f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device")
-    above = ""
+    lines, above = [], ""
     for sign, row in rows:
         inside = _IN_A_BLOCK.fullmatch(row.name)
         block, name = (inside[1], inside[2]) if inside else ("", row.name)
         if block != above and inside:
-            table.add_row(f"{' ' * len(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}")
+            lines.append([f"{' ' * len(sign)}{block}, {row.shape[0]} layer{'s' * (row.shape[0] != 1)}"])
         above = block
         axes = [f"{axis}({' '.join(over)})" if over else axis for axis, over in zip(row.axes, row.spec, strict=True)]
         frozen = " (not trained)" * (not getattr(row, "trained", True))
         shapes = ("x".join(map(str, shape)) for shape in (row.shape, row.local_shape))
         indent = "  " * bool(block)
-        lines = f"{sign}{indent}{name}{frozen}", f"{' ' * len(sign)}{indent}  {' '.join(axes)}"
-        table.add_row("\n".join(lines), *shapes, f"{row.bytes_per_device:,}")
+        both = f"{sign}{indent}{name}{frozen}", f"{' ' * len(sign)}{indent}  {' '.join(axes)}"
+        lines.append(["\n".join(both), *shapes, f"{row.bytes_per_device:,}"])
     for sign, every in summed.items():
-        table.add_row(f"{sign}all", "", "", f"{sum(row.bytes_per_device for row in every):,}")
-    return table
+        lines.append([f"{sign}all", "", "", f"{sum(row.bytes_per_device for row in every):,}"])
+    return _table([f"{kind}\n  axes (mesh axes that split them)", "shape", "on a device", "bytes per device"], lines)
 
 
-def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[CollectiveRow]]) -> list[Table]:
+def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[CollectiveRow]]) -> list[str]:
     """Return a table of collectives, and one of their sums over each set of mesh axes; of two, where they differ."""
-    table = _table("scope", "collective", "mesh axes", "times", "bytes received")
-    for sign, row in rows:
-        table.add_row(sign + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}")
-    totals = _table("sums over mesh axes", "times", "bytes received")
+    scopes = [
+        [sign + row.scope, row.op, " ".join(row.mesh_axes), f"{row.count:,}", f"{row.bytes:,}"] for sign, row in rows
+    ]
     sums: dict[str, dict[str, Traffic]] = {}
     for sign, every in summed.items():
         for row in every:
@@ -133,34 +126,23 @@ def _collectives(rows: Sequence[Signed], summed: Mapping[str, Sequence[Collectiv
     everything = sums.pop("all", {})
     ranked = sorted(sums.items(), key=lambda item: -max(traffic.bytes for traffic in item[1].values()))
     differing = [item for item in ranked if len(summed) == 1 or len({item[1].get(sign) for sign in summed}) > 1]
-    for axes, by_sign in [*differing, ("all", everything)]:
-        for sign, traffic in by_sign.items():
-            totals.add_row(sign + axes, f"{traffic.count:,}", f"{traffic.bytes:,}")
-    return [table, totals]
+    totals = [
+        [sign + axes, f"{traffic.count:,}", f"{traffic.bytes:,}"]
+        for axes, by_sign in [*differing, ("all", everything)]
+        for sign, traffic in by_sign.items()
+    ]
+    return [
+        _table(["scope", "collective", "mesh axes", "times", "bytes received"], scopes),
+        _table(["sums over mesh axes", "times", "bytes received"], totals),
+    ]
 
 
-def _memory(rows: Sequence[Signed]) -> Table:
+def _memory(rows: Sequence[Signed]) -> str:
     """Return a table of what a device holds besides activations."""
-    table = _table("memory besides activations", "bytes per device")
-    for sign, row in rows:
-        table.add_row(sign + row.name, f"{row.bytes_per_device:,}")
-    return table
+    lines = [[sign + row.name, f"{row.bytes_per_device:,}"] for sign, row in rows]
+    return _table(["memory besides activations", "bytes per device"], lines)
 
 
-def _table(*titles: str) -> Table:
-    table = Table(*titles, box=box.SIMPLE, show_edge=False, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        column.justify = "right" if str(column.header).startswith(("times", "bytes")) else "left"
-        column.no_wrap = True
-    return table
-
-
-def _join(parts: Sequence[Table | str]) -> str:
-    """Return the parts as text, whatever the terminal is."""
-    texts = []
-    for part in parts:
-        file = io.StringIO()
-        console = Console(width=_WIDEST, file=file, color_system=None, highlight=False, markup=False, emoji=False)
-        console.print(part, soft_wrap=isinstance(part, str))
-        texts.append("\n".join(line.rstrip() for line in file.getvalue().splitlines()))
-    return "\n\n".join(texts)
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    right = {number for number, title in enumerate(titles) if title.startswith(("times", "bytes"))}
+    return "\n".join(tables.plain(titles, rows, right))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import moezoo.tables as tables
 from moezoo.config.overrides import read_yaml
 from moezoo.config.run_folders import steps
 from moezoo.errors import UserError
@@ -15,7 +16,7 @@ from moezoo.tools.sweep.expand import Element, Sweep
 from moezoo.training.files import replace_text, writing_to
 from moezoo.training.metrics import read_metrics
 from moezoo.training.pictures import Curve, runs_picture
-from moezoo.training.reading import Figures, describe_unit, figures_of, markdown_table, read_folder
+from moezoo.training.reading import Figures, describe_unit, figures_of, read_folder
 from moezoo.training.validations import last_step
 from moezoo.typed import show
 
@@ -114,15 +115,22 @@ def render(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[str]:
         values = map(show, each.element.values.values())
         rows.append([str(each.element.number), *values, about, *_cells(each.figures)])
     header = ["run", *sweep.keys, "state", "validation", "training", "tokens/s", "skipped"]
-    lines = [*markdown_table(header, rows, left=len(sweep.keys) + 2), *([""] if failures else []), *failures]
+    shown = tables.markdown(header, rows, right=range(len(sweep.keys) + 2, len(header)))
+    lines = [*shown, *([""] if failures else []), *failures]
     if _SEED not in sweep.keys or not (averages := average_over_seeds(outcomes)):
         return lines
     keys = [key for key in sweep.keys if key != _SEED]
     rows = [
-        [*(show(each.values[key]) for key in keys), str(each.count), f"{each.mean:.4f}", _number(each.spread, ".4f")]
+        [
+            *(show(each.values[key]) for key in keys),
+            str(each.count),
+            f"{each.mean:.4f}",
+            tables.cell(each.spread, ".4f"),
+        ]
         for each in averages
     ]
-    return [*lines, "", *markdown_table([*keys, "seeds", "validation, mean", "deviation"], rows, left=len(keys))]
+    header = [*keys, "seeds", "validation, mean", "deviation"]
+    return [*lines, "", *tables.markdown(header, rows, right=range(len(keys), len(header)))]
 
 
 def write_report(folder: Path, sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
@@ -205,12 +213,8 @@ def _cells(figures: Figures) -> list[str]:
     """Return figures as the table of a sweep has them."""
     speed, skipped = figures.tokens_per_second, figures.skipped
     return [
-        _number(figures.val_loss, ".4f"),
-        _number(figures.loss, ".4f"),
-        _number(speed, ",.0f"),
-        "" if skipped is None else str(skipped),
+        tables.cell(figures.val_loss, ".4f"),
+        tables.cell(figures.loss, ".4f"),
+        tables.cell(speed, ",.0f"),
+        tables.cell(skipped),
     ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
