@@ -1,5 +1,6 @@
 """`Execution`: refusals, what follows for its mesh, and what each `remat` keeps."""
 
+import dataclasses
 from collections import Counter
 from typing import Any, get_args
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 from refusals import refused
 
+from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.kernels.grouped_matmul import grouped_matmul
 from moezoo.moe.dispatch import Gather, Ring
@@ -43,6 +45,18 @@ def test_the_default_is_one_device():
 def test_equal_executions_share_a_compiled_step():
     assert Execution(dispatch=Ring(), dtype="bfloat16") == Execution(dispatch=Ring(), dtype=jnp.bfloat16)
     assert hash(Execution(dispatch=Ring())) == hash(Execution(dispatch=Ring()))
+
+
+def test_what_users_make_needs_no_mesh():
+    """Sizes, axes, groups and placements are members of another value, which has the same settings."""
+    execution = build_execution(compose("mesh=fsdp2_ep4", "execution.remat=dots", "execution.dtype=bfloat16"))
+    assert type(execution) is Execution
+    fields = {field.name for field in dataclasses.fields(Execution)}
+    others = {name for name in vars(Execution) if not name.startswith("_")} - fields
+    assert others == {"in_turn", "exact", "keep", "strategy", "moves_weights", "checkpoint"}
+    there = on_mesh(execution)
+    assert on_mesh(there) is there
+    assert {name: getattr(there, name) for name in fields} == {name: getattr(execution, name) for name in fields}
 
 
 def test_an_axis_that_no_rule_names():
