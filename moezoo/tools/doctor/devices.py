@@ -136,7 +136,7 @@ def train(devices: list[Any], count: int, width: int, dtype: str, *words: str) -
     for _ in range(2):
         state, metrics = jax.block_until_ready(run(state, batch))
         losses.append(float(metrics.loss))
-    mesh = " ".join(f"{axis}={n}" for axis, n in execution.sizes.items() if n > 1) or f"one {devices[0].platform}"
+    mesh = " ".join(f"{axis}={n}" for axis, n in cfg.mesh.sizes.items() if n > 1) or f"one {devices[0].platform}"
     return Trial(mesh, logits, losses)
 
 
