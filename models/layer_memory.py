@@ -124,27 +124,29 @@ def layer_loops(traced: ClosedJaxpr, phase: Phase) -> Iterator[JaxprEqn]:
 def held_in(loop: JaxprEqn, traced: ClosedJaxpr, platform: str) -> Held:
     """Return what a loop of a traced program holds, with what the program makes before for all iterations to read."""
     makers = _makers_beside(loop.outvars[0], traced.jaxpr)
-    read = {_source(x, makers) for x in loop.invars[: loop.params["num_consts"]] if not isinstance(x, Literal)}
+    read = {_source(x, makers) for x in loop.invars[: loop.params["num_consts"]]}
     shared = sum(_bytes(x.aval) for x in read if x in makers)
     bytes, parts = widest(loop, platform)
     return Held(bytes + shared, {**parts, "arrays that all layers read": shared})
 
 
-def _makers_beside(result: Any, program: Jaxpr) -> dict[Any, JaxprEqn]:
+def _makers_beside(result: Any, program: Any) -> dict[Any, JaxprEqn]:
     """Return what makes each array of the program, or of one inside of it, in which `result` is made."""
     makers: dict[Any, JaxprEqn] = {x: each for each in program.eqns for x in each.outvars}
     if result in makers:
         return makers
     inner = (x for each in program.eqns for x in jax.tree.leaves(list(each.params.values())))
-    programs: Iterator[Any] = (getattr(x, "jaxpr", x) for x in inner if isinstance(x, ClosedJaxpr | Jaxpr))
+    programs = (getattr(x, "jaxpr", x) for x in inner if isinstance(x, ClosedJaxpr | Jaxpr))
     return next(filter(None, (_makers_beside(result, x) for x in programs)), {})
 
 
 def _source(x: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
-    """Return the array that `x` is in another type or shape."""
-    while x in makers and makers[x].primitive.name in SAME:
+    """Return the array that `x` is in another type or shape; None for a number."""
+    while not isinstance(x, Literal):
+        if x not in makers or makers[x].primitive.name not in SAME:
+            return x
         x = makers[x].invars[0]
-    return x
+    return None
 
 
 def saved_by(loop: JaxprEqn) -> int:
