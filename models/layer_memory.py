@@ -1,6 +1,7 @@
 """What a device holds while it runs the layers of a stack in training, read from one traced layer and its gradient."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -107,8 +108,14 @@ def layer_memories(traced: ClosedJaxpr, platform: str) -> list[LayerMemory]:
     """
     # What mixers prepare before may need a loop too: it stacks nothing.
     forward, backward = ([x for x in layer_loops(traced, phase) if _stacked(x)] for phase in _PHASES)
-    pairs = zip(forward, reversed(backward), strict=True)
-    return [LayerMemory(saved_by(one), 0, held_in(back, traced, platform)) for one, back in pairs]
+    # The backward pass begins with the last loop, and ends where nothing before is trained.
+    pairs = itertools.zip_longest(reversed(forward), backward)
+    nothing = Held(0, {})
+    found = [
+        LayerMemory(saved_by(one), 0, nothing if back is None else held_in(back, traced, platform))
+        for one, back in pairs
+    ]
+    return found[::-1]
 
 
 def layer_loops(traced: ClosedJaxpr, phase: Phase) -> Iterator[JaxprEqn]:

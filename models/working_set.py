@@ -23,13 +23,11 @@ class Weights(NamedTuple):
 
     Attributes:
         whole: As the layer reads them: gathered, in the dtype of computation.
-        gathered: The part of `whole` that comes from other devices.
         gradients: The gradients of the trained ones, in that dtype.
         summed: Those that are summed over devices, in the dtype of the sum.
     """
 
     whole: int
-    gathered: int
     gradients: int
     summed: int
 
@@ -46,7 +44,7 @@ def weights_of(module: PyTree, trained: PyTree, execution: Execution) -> Weights
         numbers = placement.local_size(x.shape) * ways // taken
         keeps = placement.axes.role in (Role.PART, Role.FROZEN, Role.BUFFER)
         whole, sums = numbers * (x.dtype.itemsize if keeps else itemsize), numbers * width * (learns and ways > 1)
-        found.append((whole, whole * (ways > 1), numbers * itemsize * learns, sums))
+        found.append((whole, numbers * itemsize * learns, sums))
     return Weights(*map(sum, zip(*found, strict=True)))
 
 

@@ -32,8 +32,7 @@ def check_memory(step: Step) -> list[str]:
     assert isinstance(mesh, Mesh)
     if (room := room_of(mesh)) is None:
         return []
-    assert step.traced
-    found = step_footprint(step)
+    found = step_footprint(step, step.traced)
     if (needed := room.devices * found.peak) <= _MUCH * room.bytes:
         return []
     each = f" ({room.devices} CPU devices with {in_gib(found.peak)} each)" * (room.devices > 1)

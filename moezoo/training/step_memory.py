@@ -75,8 +75,11 @@ def moment_of(name: str, *terms: Term) -> Moment:
     return Moment(name, tuple(term for term in terms if term.bytes))
 
 
-def step_footprint(step: Step) -> Footprint:
-    """Return the memory of a training step on one device of its mesh."""
+def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Footprint:
+    """Return the memory of a training step on one device of its mesh.
+
+    Without the `traced` step one layer of each kind is traced, and with stages it is traced in any case.
+    """
     execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
     count, rows, length = step.arguments[1].tokens.shape
     inside, own = execution.within_stage, execution.micro_batches // execution.stages
@@ -93,7 +96,7 @@ def step_footprint(step: Step) -> Footprint:
     # Over several micro-steps their sum is there too.
     total = Term("sum of gradients over micro-steps", held["gradients"] * (steps > 1))
     always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
-    saved, parts = _parts_backward(step)
+    saved, parts = _parts_backward(step, traced)
     vocab = model.vocab // execution.inner_group("vocab").size
     readout = weights_of(model.readout, mask.readout, execution)
     moments = [
@@ -130,14 +133,14 @@ class _Part(NamedTuple):
     more: tuple[Term, ...] = ()
 
 
-def _parts_backward(step: Step) -> tuple[list[int], list[_Part]]:
+def _parts_backward(step: Step, traced: "jax.stages.Traced | None") -> tuple[list[int], list[_Part]]:
     """Return what layers save on the device, part by part, and the parts of the backward pass.
 
     A part is a stack. With stages it is what is before, in and after their ticks, micro-batch by micro-batch.
     """
     execution, model, mask = step.execution, step.blueprint.shapes, step.blueprint.mask
     piped, pipeline = execution.piped(model), execution.pipeline
-    of = _layer_memories(step)
+    of = _layer_memories(step, traced)
     if piped is None or pipeline is None:
         saved = [stack.count * each.saved for stack, each in zip(model.stacks, of, strict=True)]
         return saved, [_Part(number, f"stacks[{number}]", each.backward) for number, each in enumerate(of)]
@@ -167,12 +170,14 @@ def _parts_backward(step: Step) -> tuple[list[int], list[_Part]]:
     return list(parts), found
 
 
-def _layer_memories(step: Step) -> list[LayerMemory]:
-    """Return the memory of a period of each stack: of the traced step if there is one, since it takes time to trace."""
+def _layer_memories(step: Step, traced: "jax.stages.Traced | None") -> list[LayerMemory]:
+    """Return the memory of a period of each stack."""
     model, mask, execution = step.blueprint.shapes, step.blueprint.mask, step.execution
+    if traced is not None and execution.stages == 1:
+        found = layer_memories(traced.jaxpr, _target(execution).platform)
+        # Layers before all that is trained save nothing.
+        return [LayerMemory(0, 0, Held(0, {}))] * (len(model.stacks) - len(found)) + found
     _, rows, length = step.arguments[1].tokens.shape
-    if "traced" in vars(step) and execution.stages == 1:
-        return layer_memories(step.traced.jaxpr, _target(execution).platform)
     stacks = zip(model.stacks, mask.stacks, strict=True)
     return [layer_memory(stack, learns, execution, rows, length) for stack, learns in stacks]
 

@@ -30,8 +30,7 @@ def step_of(*overrides: str) -> Any:
 def test_virtual_devices_share_memory(tiny, monkeypatch, mesh, devices):
     """Above 0.8 times there is a line, above 1.5 times a refusal; neither below."""
     step = step_of(*tiny, mesh)
-    assert step.traced
-    needed = devices * step_footprint(step).peak
+    needed = devices * step_footprint(step, step.traced).peak
 
     def free(times: float) -> None:
         monkeypatch.setattr(memory, "free_memory", lambda: int(needed / times))
@@ -51,8 +50,7 @@ def test_virtual_devices_share_memory(tiny, monkeypatch, mesh, devices):
 def test_a_device_has_its_own_memory(tiny, monkeypatch):
     """The smallest of those of this process counts, and no multiple of a device; unknown memory is not compared."""
     step = step_of(*tiny, "mesh=ep8", "execution.remat=dots")
-    assert step.traced
-    peak = step_footprint(step).peak
+    peak = step_footprint(step, step.traced).peak
 
     without_types = inspect.unwrap(memory.room_of)  # which would refuse what stands for a mesh
 
@@ -71,6 +69,13 @@ def test_a_device_has_its_own_memory(tiny, monkeypatch):
         room.check_memory(step)
     devices(None)
     assert room.check_memory(step) == []
+
+
+def test_layers_before_what_is_trained_have_no_backward_pass():
+    step = step_of("model=deepseek", "model.layers=3", "seq_len=32", 'trained=["*.stacks[1]*"]')
+    held = {moment.name: dict(moment.terms) for moment in step_footprint(step, step.traced).moments}
+    parts = ("arrays of attention", "arrays of feed_forward")
+    assert [name in held[f"backward pass of stacks[{n}]"] for n in (0, 1) for name in parts] == [False] * 2 + [True] * 2
 
 
 def test_a_run_is_refused_before_it_writes(tiny, tmp_path, monkeypatch):
