@@ -38,7 +38,7 @@ def held(body: Any, *xs: int) -> int:
         (lambda c, w: (c @ w).T @ w, 2),  # turned as the product reads it
         (lambda c, w: (c @ w) + (w @ c), 2),
         (lambda c, w: (c @ w).sum() + c, 1),
-        (lambda c, w: jnp.sort(jnp.sort(c)), 2),  # an operation that is not elementwise
+        (lambda c, w: jnp.cumsum(c, 0) + jnp.cumsum(w, 0), 2),  # operations that are not elementwise
     ],
     ids=["product", "elementwise", "chain", "turned", "sum", "reduced", "other"],
 )
