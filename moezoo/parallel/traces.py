@@ -19,7 +19,7 @@ from moezoo.parallel.traffic import Phase, Row, Traffic, TrafficTable, received_
 
 # Primitive -> the name of its collective. JAX has several primitives for one collective, which differ in whether their
 # result varies.
-_COLLECTIVES = {
+COLLECTIVES = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
@@ -110,13 +110,13 @@ def _walk(
             inside = None
         elif kind == "shard_map":
             sizes = dict(equation.params["mesh"].shape)
-        elif platform is not None and (branch := _branch(equation, platform)) is not None:
+        elif platform is not None and (branch := branch_for(equation, platform)) is not None:
             programs = [branch]
         for inner in programs:
             yield from _walk(inner, inside, platform, sizes, here)
 
 
-def _branch(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
+def branch_for(equation: JaxprEqn, platform: str) -> ClosedJaxpr | None:
     """Return the branch that a choice by platform takes on `platform`; None for any other equation."""
     platforms = equation.params.get("branches_platforms")
     if equation.primitive.name != "cond" or platforms is None:
@@ -145,10 +145,10 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
     for found in equations(jaxpr, platform):
         equation, times, mesh, _ = found
         kind = equation.primitive.name
-        chosen = kind != "cond" or _branch(equation, platform) is not None
+        chosen = kind != "cond" or branch_for(equation, platform) is not None
         if not chosen and any(collective_traffic(branch, platform) for branch in equation.params["branches"]):
             raise ValueError("a collective in a branch: how often it runs depends on the data")
-        if (name := _COLLECTIVES.get(kind)) is None:
+        if (name := COLLECTIVES.get(kind)) is None:
             continue
         axes: Any = equation.params.get("axes", equation.params.get("axis_name"))
         axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)

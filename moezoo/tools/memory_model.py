@@ -4,7 +4,6 @@
 are from what compilers reserve.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,16 +17,16 @@ from moezoo.config.settings import TrainConfig
 from moezoo.generation.generate import round_up
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
-from moezoo.models.layers import block_path
+from moezoo.models.layer_memory import held_in, layer_loops
 from moezoo.models.stage_set import stage_weights
-from moezoo.models.working_set import Term, forward_terms, of_one, stream, weights_of
+from moezoo.models.working_set import Term, stream, weights_of
 from moezoo.nn.cache import Kept
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.traffic import CallName
 from moezoo.tools.calls import CALLS
 from moezoo.training.build import build_step
-from moezoo.training.step_memory import TPU, Footprint, backend_of, hoisted_bytes, moment_of, step_footprint
+from moezoo.training.step_memory import TPU, Footprint, hoisted_bytes, moment_of, step_footprint
 
 
 def footprint(
@@ -35,7 +34,7 @@ def footprint(
 ) -> Footprint:
     """Return the memory of a program on one device of the mesh of `cfg`. No device is used and nothing is compiled.
 
-    A step with `remat` of `dots` or `none` is traced, and so is a program with `dispatch=auto`: that takes seconds.
+    One layer of each kind is traced, and of other calls than `train` the program: that takes a second or a few.
 
     Args:
         cfg: The configuration.
@@ -52,30 +51,23 @@ def footprint(
 
 
 def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Blueprint) -> Footprint:
-    program, model = CALLS[call](cfg, blueprint), blueprint.shapes
+    program, model = CALLS[call](cfg, blueprint, mesh_for(cfg.mesh, target)), blueprint.shapes
     execution, (rows, length) = program.execution, program.local_tokens
-    execution = dataclasses.replace(execution, mesh=mesh_for(cfg.mesh, target))
     fixed = jax.tree.map(lambda _: False, model)
     parameters = Term("parameters", program.memory["parameters"])
     held = (parameters, Term("parameters as loops read them", hoisted_bytes(model, execution)))
-    own, piped = execution.micro_batches // execution.stages, execution.piped(model)
-    given = Term("batch", 4 * 4 * own * rows * length)
+    own, more = execution.micro_batches // execution.stages, ()
+    given, passing = Term("batch", 4 * 4 * own * rows * length), stream(rows * length, model.config.embed, execution)
     if call != "evaluate":
         given = Term("cache", sum(_cache_bytes(model, cfg, execution, rows)))
+    if execution.piped(model) is not None:  # what waits, what is done, and what passes
+        more = (*stage_weights(model, None, execution), Term("micro-batches of the stage", (2 * own + 1) * passing))
     vocab = model.vocab // execution.inner_group("vocab").size
     readout, moments = weights_of(model.readout, fixed.readout, execution), []
-    for number, stack in enumerate(model.stacks):
-        for kind, block in enumerate(map(of_one, stack.blocks)):
-            staged = piped is not None and number == piped.stack
-            how = execution.within_stage if staged else execution
-            weights = weights_of(block, fixed.stacks[number].blocks[kind], how)
-            # With a cache, weights that are not gathered are read where they lie.
-            read = Term("gathered weights", weights.whole if call == "evaluate" else weights.gathered)
-            terms = forward_terms(block, how, rows * length, backend_of(execution))
-            if staged:  # what waits, what is done, and what passes
-                passing = (2 * own + 1) * stream(rows * length, model.config.embed, execution)
-                terms += (*stage_weights(model, None, execution), Term("micro-batches of the stage", passing))
-            moments.append(moment_of(block_path(number, kind), *held, given, read, *terms))
+    traced = program.trace().jaxpr
+    for loop in layer_loops(traced, "outside"):
+        arrays = (Term(what, size) for what, size in held_in(loop, traced, target.platform).parts.items())
+        moments.append(moment_of("layers", *held, given, Term("residual stream", passing), *arrays, *more))
     logits = Term("logits", 2 * 4 * vocab * program.logits)
     moments.append(moment_of("head", *held, given, Term("unembedding", readout.whole), logits))
     return Footprint(parameters.bytes + given.bytes * (call != "prefill"), tuple(moments))

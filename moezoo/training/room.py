@@ -13,26 +13,27 @@ from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
 from moezoo.host import in_gib, in_units
-from moezoo.models.working_set import is_modelled
 from moezoo.parallel.memory import room_of
 from moezoo.remote import is_url
 from moezoo.training.checkpoint import FROZEN, UNFINISHED, count_kept
 from moezoo.training.step import Step
-from moezoo.training.step_memory import Footprint, step_footprint
+from moezoo.training.step_memory import step_footprint
 
-# The prediction is between 0.8 and 1.3 times what compilers reserve (docs/planning.md).
+# The prediction is between 0.9 and 1.1 times what compilers have in use (docs/planning.md).
 _MUCH, _TOO_MUCH = 0.8, 1.5
 
 
 def check_memory(step: Step) -> list[str]:
-    """Return a line where the step may need more memory than this process can have; none where that is not predicted.
+    """Return a line where the step may need more memory than this process can have; none where that is not known.
 
-    Raises `UserError` where it needs far more.
+    Raises `UserError` where it needs far more. The step is traced, which a run needs anyway.
     """
-    mesh, found = step.execution.mesh, _predict(step)
+    mesh = step.execution.mesh
     assert isinstance(mesh, Mesh)
-    room = room_of(mesh)
-    if found is None or room is None or (needed := room.devices * found.peak) <= _MUCH * room.bytes:
+    if (room := room_of(mesh)) is None:
+        return []
+    found = step_footprint(step, step.traced)
+    if (needed := room.devices * found.peak) <= _MUCH * room.bytes:
         return []
     each = f" ({room.devices} CPU devices with {in_gib(found.peak)} each)" * (room.devices > 1)
     largest = max(found.terms, key=lambda term: term.bytes).name
@@ -45,16 +46,6 @@ def check_memory(step: Step) -> list[str]:
     if needed > _TOO_MUCH * room.bytes:
         raise UserError(f"{what}; {advice}")
     return [f"{what}: the system may end the run; {advice}"]
-
-
-def _predict(step: Step) -> Footprint | None:
-    """Return the memory of the step; None where the model has layers of others, or stages are not modelled."""
-    if not all(is_modelled(block) for stack in step.blueprint.shapes.stacks for block in stack.blocks):
-        return None
-    try:
-        return step_footprint(step)
-    except UserError:
-        return None
 
 
 def check_disk(cfg: TrainConfig, step: Step, folder: Any) -> None:

@@ -1,29 +1,26 @@
 """What one device holds in a training step, in named terms, without compiling it.
 
-A step has a few moments at which much is held: the head, two in the feed-forward part and one in the attention of each
-kind of layer, and the update. The terms of a moment are closed forms of the sizes of the model, the layout and the
-batch; no number is fitted. The peak is the moment with the most bytes. docs/planning.md lists the terms, and how far
-they are from what compilers reserve.
+A step has a few moments at which much is held: the head, the backward pass of each stack of layers, and the update.
+What a layer holds is read from its traced program (`moezoo.models.layer_memory`), whatever its parts are; arguments,
+gradients, the head and the update are closed forms of sizes. No number is fitted. The peak is the moment with the most
+bytes. docs/planning.md lists the terms, and how far they are from what compilers reserve.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from moezoo.kernels.grouped_matmul import chosen_backend
 from moezoo.models.base import LanguageModel
-from moezoo.models.block import Block
-from moezoo.models.layers import block_path
+from moezoo.models.layer_memory import LayerMemory, layer_memories, layer_memory
 from moezoo.models.stage_set import stage_weights
-from moezoo.models.working_set import Term, backward_moments, of_one, stream, weights_of
+from moezoo.models.working_set import Term, stream, weights_of
 from moezoo.parallel.axes import Role
 from moezoo.parallel.kernels import Target
+from moezoo.parallel.liveness import Held
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.training.loss import BYTES_PER_LOGIT, chunk_rows
-from moezoo.training.saved_activations import saved_bytes, tick_bytes
 from moezoo.training.step import Step
 
 TPU = Target("tpu")
@@ -78,8 +75,11 @@ def moment_of(name: str, *terms: Term) -> Moment:
     return Moment(name, tuple(term for term in terms if term.bytes))
 
 
-def step_footprint(step: Step) -> Footprint:
-    """Return the memory of a training step on one device of its mesh."""
+def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Footprint:
+    """Return the memory of a training step on one device of its mesh.
+
+    Without the `traced` step one layer of each kind is traced, and with stages it is traced in any case.
+    """
     execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
     count, rows, length = step.arguments[1].tokens.shape
     inside, own = execution.within_stage, execution.micro_batches // execution.stages
@@ -96,10 +96,9 @@ def step_footprint(step: Step) -> Footprint:
     # Over several micro-steps their sum is there too.
     total = Term("sum of gradients over micro-steps", held["gradients"] * (steps > 1))
     always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
-    saved = saved_bytes(step)
+    saved, parts = _parts_backward(step, traced)
     vocab = model.vocab // execution.inner_group("vocab").size
-    rows = chunk_rows(own * tokens, vocab, _target(execution))
-    readout, backend = weights_of(model.readout, mask.readout, execution), backend_of(execution)
+    readout = weights_of(model.readout, mask.readout, execution)
     moments = [
         moment_of(
             "head",
@@ -114,59 +113,73 @@ def step_footprint(step: Step) -> Footprint:
             ),
         )
     ]
-    for part, name, block, learns, how, more in _parts_backward(step, len(saved)):
+    for part in parts:
         # Later parts have used up what they saved.
-        before = Term("saved activations", sum(saved[: part + 1]))
-        for moment, terms in backward_moments(block, learns, how, tokens, backend).items():
-            moments.append(moment_of(f"backward pass of {name}: {moment}", *always, gradients, before, *terms, *more))
+        before = Term("saved activations", sum(saved[: part.saved + 1]))
+        passes = Term("gradient of the residual stream", stream(tokens, model.config.embed, execution))
+        held = (Term(what, size) for what, size in part.held.parts.items())
+        name = f"backward pass of {part.name}"
+        moments.append(moment_of(name, *always, gradients, before, passes, *held, *part.more))
     moments.append(moment_of("update", *arguments, gradients, Term("updates in float32", _updates(step))))
     return Footprint(sum(term.bytes for term in arguments), tuple(moments))
 
 
 class _Part(NamedTuple):
-    """Layers of one kind in a backward pass: the number of what they saved, their name, and what else is there."""
+    """Layers in a backward pass: the number of what they saved, their name, what one holds, and what else is there."""
 
     saved: int
     name: str
-    block: Block
-    learns: Block
-    execution: MeshExecution
+    held: Held
     more: tuple[Term, ...] = ()
 
 
-def _parts_backward(step: Step, saved: int) -> Iterator[_Part]:
-    """Yield the kinds of layers, the last of the model first; with stages those before, in and after their ticks."""
+def _parts_backward(step: Step, traced: "jax.stages.Traced | None") -> tuple[list[int], list[_Part]]:
+    """Return what layers save on the device, part by part, and the parts of the backward pass.
+
+    A part is a stack. With stages it is what is before, in and after their ticks, micro-batch by micro-batch.
+    """
     execution, model, mask = step.execution, step.blueprint.shapes, step.blueprint.mask
-    piped = execution.piped(model)
+    piped, pipeline = execution.piped(model), execution.pipeline
+    of = _layer_memories(step, traced)
+    if piped is None or pipeline is None:
+        saved = [stack.count * each.saved for stack, each in zip(model.stacks, of, strict=True)]
+        return saved, [_Part(number, f"stacks[{number}]", each.backward) for number, each in enumerate(of)]
     _, rows, length = step.arguments[1].tokens.shape
-    passing = stream(rows * length // execution.ways(execution.within_stage.token_axes), model.config.embed, execution)
-    own = execution.micro_batches // execution.stages
+    inside, own = execution.within_stage, execution.micro_batches // execution.stages
+    passing = stream(rows * length // execution.ways(inside.token_axes), model.config.embed, execution)
     # Of the layers outside of stages: the activations of all own micro-batches, and their gradients.
-    between = (Term("micro-batches of the stage", 2 * own * passing),) if piped is not None else ()
-    for number, kind in _blocks_backward(model):
-        block, learns = of_one(model.stacks[number].blocks[kind]), mask.stacks[number].blocks[kind]
-        name = block_path(number, kind)
-        if piped is None:
-            yield _Part(number, name, block, learns, execution)
-            continue
-        in_ticks = int(piped.stack > 0)  # what is before the ticks saves first
-        if number > piped.stack or (number == piped.stack and model.stacks[number].count > piped.periods):
-            yield _Part(saved - 1, name, block, learns, execution, between)
-        if number == piped.stack:
-            # Gradients of those that wait and of those that are done, and of what passes.
-            more = (
-                *stage_weights(model, mask, execution),
-                Term("gradients of micro-batches of the stage", (2 * own + 1) * passing),
-                Term("inputs of the layers of a tick", tick_bytes(step)),
-            )
-            yield _Part(in_ticks, f"{name} in a tick", block, learns, execution.within_stage, more)
-        if number < piped.stack:
-            yield _Part(0, name, block, learns, execution, between)
+    between = (Term("micro-batches of the stage", 2 * own * passing),)
+    here = layer_memory(model.stacks[piped.stack], mask.stacks[piped.stack], inside, rows, length)
+    # A tick keeps its input and routing sums.
+    tick = passing * (execution.remat != "offload") + piped.depth * here.sums
+    counts = [stack.count for stack in model.stacks]
+    counts[piped.stack] -= piped.periods
+    whole = [own * count * each.saved for count, each in zip(counts, of, strict=True)]
+    parts = (sum(whole[: piped.stack]), pipeline.ticks(execution.stages) * tick, sum(whole[piped.stack :]))
+    more = (
+        *stage_weights(model, mask, execution),
+        # Of those that wait and of those that are done, and of what passes.
+        Term("gradients of micro-batches of the stage", (2 * own + 1) * passing),
+        Term("inputs of the layers of a tick", piped.depth * (here.saved - here.sums)),
+    )
+    name = f"stacks[{piped.stack}]"
+    found = [_Part(1, f"{name} in a tick", here.backward, more)]
+    for number, (count, each) in enumerate(zip(counts, of, strict=True)):
+        if count:
+            found.append(_Part(0 if number < piped.stack else 2, f"stacks[{number}]", each.backward, between))
+    return list(parts), found
 
 
-def _blocks_backward(model: LanguageModel) -> Iterator[tuple[int, int]]:
-    for number in reversed(range(len(model.stacks))):
-        yield from ((number, kind) for kind in reversed(range(len(model.stacks[number].blocks))))
+def _layer_memories(step: Step, traced: "jax.stages.Traced | None") -> list[LayerMemory]:
+    """Return the memory of a period of each stack."""
+    model, mask, execution = step.blueprint.shapes, step.blueprint.mask, step.execution
+    if traced is not None and execution.stages == 1:
+        found = layer_memories(traced.jaxpr, _target(execution).platform)
+        # Layers before all that is trained save nothing.
+        return [LayerMemory(0, 0, Held(0, {}))] * (len(model.stacks) - len(found)) + found
+    _, rows, length = step.arguments[1].tokens.shape
+    stacks = zip(model.stacks, mask.stacks, strict=True)
+    return [layer_memory(stack, learns, execution, rows, length) for stack, learns in stacks]
 
 
 def _updates(step: Step) -> int:
@@ -201,8 +214,3 @@ def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
 
 def _target(execution: MeshExecution) -> Target:
     return execution.target or TPU
-
-
-def backend_of(execution: MeshExecution) -> str:
-    """Return the name of what runs grouped products."""
-    return chosen_backend(_target(execution), execution.kernels.grouped_matmul, execution.dtype)

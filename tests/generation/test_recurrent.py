@@ -16,7 +16,8 @@ from moezoo.generation import generate as generation
 from moezoo.models import MixtralConfig
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
 from moezoo.models.block import Block
-from moezoo.models.layers import make_stacks
+from moezoo.models.layer_memory import layer_memory
+from moezoo.models.layers import learn_stack, make_stacks
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -26,6 +27,7 @@ from moezoo.nn.base import Mixer, MixerOutput
 from moezoo.nn.cache import Kept, State
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import make_context
 from moezoo.nn.rotary import Rotary
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
@@ -170,3 +172,23 @@ def test_what_is_kept():
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
     assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]
     assert sorted(cache.coordinates) == [4, 13]
+
+
+def test_a_mixer_that_the_library_does_not_know_has_a_working_set():
+    """What is predicted of its layers, from their traced program, is near what the compiler holds."""
+    rows, length, layers = 2, 1024, 3
+    (stack,) = make_stacks([None] * layers, make_block, jax.random.split(jax.random.key(0), layers))
+    execution = on_mesh(moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape()), moezoo.compose().rules))
+    token, x = jnp.ones((rows, length), jnp.int32), jnp.ones((rows, length, CONFIG.embed))
+
+    def loss(stack: Any, x: Array, at: Coordinates) -> Array:
+        return jnp.square(learn_stack(stack, x, make_context(at, execution), execution, 0)[0]).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(stack, x, Coordinates(token, token)).compile()
+    held: Any = program.memory_analysis()
+    trained = jax.tree.map(lambda _: True, stack)
+    found = layer_memory(stack, trained, execution, rows, length)
+    # How much of each token is left at each other is made once for all layers.
+    assert found.backward.parts["arrays that all layers read"] >= 4 * rows * length**2
+    predicted = layers * found.saved + found.backward.bytes + x.nbytes
+    assert predicted / 1.2 < held.temp_size_in_bytes < 1.2 * predicted

@@ -118,12 +118,12 @@ def split_step(length: int, *words: str) -> tuple[Any, Step]:
     ids=["grouped-ring", "latent-gather", "grouped-ring-short", "latent-gather-long"],
 )
 def test_temporaries_of_a_split_sequence(length, words):
-    """XLA's temporary memory is at least that of the memory model, and not much more."""
+    """XLA's temporary memory is near that of the memory model."""
     _, step = split_step(length, *words)
     analysis: Any = step.compile().program.memory_analysis()
     model = step_footprint(step)
     predicted = model.peak - model.arguments
-    assert predicted < analysis.temp_size_in_bytes < 1.3 * predicted
+    assert predicted / 1.2 < analysis.temp_size_in_bytes < 1.2 * predicted
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 import moezoo
 from moezoo.config.build import blueprint_on, build_execution
+from moezoo.models.layer_memory import layer_loops, layer_memories, layer_memory, saved_by
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import mesh_of
 from moezoo.tools.absent import absent_devices
@@ -14,7 +15,6 @@ from moezoo.tools.compiling import memory_of
 from moezoo.tools.memory_model import footprint
 from moezoo.tools.sharding.activations import cache_rows
 from moezoo.training.build import build_step
-from moezoo.training.saved_activations import saved_bytes, tick_bytes, traced_bytes
 from moezoo.training.step import Step
 from moezoo.training.step_memory import step_footprint
 
@@ -56,12 +56,21 @@ def test_arguments_are_those_of_the_compiled_step(words):
 @pytest.mark.parametrize(
     ("family", "strategy", "remat"),
     [(f, s, "full") for f, s in zip(FAMILIES, STRATEGIES, strict=True)]
-    + [("deepseek", "ragged", "offload"), ("gpt_oss", "ring", "offload")],
+    + [("deepseek", "ragged", "offload"), ("gpt_oss", "ring", "offload"), ("olmoe", "gather", "dots")],
 )
-def test_saved_activations_are_what_the_scans_return(family, strategy, remat):
+def test_one_traced_layer_has_what_the_layers_of_the_step_have(family, strategy, remat):
     words = (f"model={family}", f"dispatch={strategy}", "mesh=fsdp2_ep4", f"execution.remat={remat}", *SMALL)
     step = step_on(Target("tpu"), *words)
-    assert saved_bytes(step) == traced_bytes(step)
+    stacks = zip(step.blueprint.shapes.stacks, step.blueprint.mask.stacks, strict=True)
+    alone = [layer_memory(stack, learns, step.execution, 16, 128) for stack, learns in stacks]
+    within = layer_memories(step.traced.jaxpr, "tpu")
+    assert [one.saved for one in alone] == [one.saved for one in within]
+    assert all(1 <= a.backward.bytes / b.backward.bytes < 1.01 for a, b in zip(alone, within, strict=True))
+    input = (remat == "full") * 2 * 128 * step.blueprint.config.embed * 4
+    if remat != "dots":
+        assert [one.saved - one.sums for one in alone] == [
+            len(stack.blocks) * input for stack in step.blueprint.shapes.stacks
+        ]
 
 
 def test_dots_save_products():
@@ -76,7 +85,8 @@ def test_dots_save_products():
     outside = c.embed + heads + 2 * keys + heads + c.heads + c.embed + c.experts
     rows = c.experts_per_token * (2 * c.expert_mlp + c.embed)
     sums = 2 * (2 * c.experts + 1) + 2  # of two rows
-    assert saved_bytes(step) == (4 * c.layers * ((outside + rows) * tokens + sums),)
+    (layers,) = layer_memories(step.traced.jaxpr, "tpu")
+    assert layers.saved == 4 * ((outside + rows) * tokens + sums)
 
 
 @pytest.mark.parametrize("call", ["evaluate", "prefill", "decode"])
@@ -98,7 +108,7 @@ def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
         for n in (1, 2)
     )
     (before, *_), (after, *_) = (
-        [dict(m.terms) for m in found.moments if "products" in m.name] for found in (once, twice)
+        [dict(m.terms) for m in found.moments if "backward" in m.name] for found in (once, twice)
     )
     # Two of the sums of routing are one number per layer and micro-step.
     layers = step_on(Target("tpu"), "model=mixtral").blueprint.config.layers
@@ -167,7 +177,7 @@ def test_peak_is_near_what_compilers_have_in_use(name):
     memory = memory_of(step_on(mesh_of(cfg.mesh, absent_devices(devices)), *words.split()).compile().program)
     assert memory is not None
     print(f"{name}: {predicted.peak / 1e9:.1f} GB at {predicted.moment}; in use {memory.in_use / 1e9:.1f} GB")
-    assert memory.in_use / 1.3 < predicted.peak < 1.3 * memory.in_use
+    assert memory.in_use / 1.2 < predicted.peak < 1.2 * memory.in_use
 
 
 STAGED = ("mesh.stage=2", "mesh.fsdp=4", "batch_size=32", "seq_len=64", "execution.dtype=bfloat16")
@@ -178,7 +188,7 @@ def test_what_a_stage_holds(order):
     """One input per tick; gathered weights and their gradients once, or none; a copy of layers that move to stages."""
     options = [f"execution.pipeline.{each}" for each in order.split(",")]
     step = step_on(Target("tpu"), "model=mixtral", *STAGED, *options)
-    held = dict(next(m for m in step_footprint(step).moments if "in a tick: attention" in m.name).terms)
+    held = dict(next(m for m in step_footprint(step).moments if "in a tick" in m.name).terms)
     c: Any = step.blueprint.config
     pipeline: Any = step.execution.pipeline
     count, chunks = pipeline.count(2), pipeline.chunks
@@ -202,18 +212,19 @@ def test_what_a_stage_holds(order):
 def test_saved_activations_of_stages_are_those_of_the_traced_step(remat):
     """Within the coordinates of tokens: before the stages, in ticks and after them."""
     step = step_on(Target("tpu"), "model=deepseek", "model.layers=8", *STAGED, f"execution.remat={remat}")
-    found, traced = saved_bytes(step), traced_bytes(step)
-    assert len(found) == 3
-    assert all(1 <= b / a < 1.02 if n == 1 else a <= b for n, (a, b) in enumerate(zip(found, traced, strict=True)))
-    assert tick_bytes(step) > 0
-    # Each part has what those before it saved, and it; outside of ticks, micro-batches and their gradients.
-    held = {
-        m.name.removeprefix("backward pass of ").partition(":")[0]: dict(m.terms) for m in step_footprint(step).moments
-    }
+    loops = [loop for loop in layer_loops(step.traced.jaxpr, "forward") if loop.params["num_carry"]]
+    # Outside of ticks a loop over micro-batches, which carries nothing, is around that over layers.
+    traced = saved_by(loops[0]) * loops[0].params["length"]
+    held = {m.name.removeprefix("backward pass of "): dict(m.terms) for m in step_footprint(step).moments}
+    parts = ("stacks[0]", "stacks[1] in a tick", "stacks[1]")
+    before, ticks, after = (held[name]["saved activations"] for name in parts)
+    assert before < ticks < after
+    assert 1 <= traced / (ticks - before) < 1.02
     input = 2 * (32 // 2 // 4) * 64 * step.blueprint.config.embed
-    for part, name in enumerate(("stacks[0].blocks[0]", "stacks[1].blocks[0] in a tick", "stacks[1].blocks[0]")):
-        assert held[name]["saved activations"] == sum(found[: part + 1])
-        assert held[name].get("micro-batches of the stage", 0) == (0 if "tick" in name else 2 * input)
+    assert held[parts[1]]["inputs of the layers of a tick"] >= input
+    assert all(
+        held[name].get("micro-batches of the stage", 0) == (0 if "tick" in name else 2 * input) for name in parts
+    )
 
 
 def test_an_evaluation_in_stages_keeps_no_inputs_of_ticks():

@@ -13,7 +13,6 @@ from training_runs import steps_only, train_and_print
 
 import moezoo
 from moezoo.config.build import build_execution
-from moezoo.models import working_set
 from moezoo.parallel import memory
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.training import room
@@ -29,9 +28,9 @@ def step_of(*overrides: str) -> Any:
 
 @pytest.mark.parametrize(("mesh", "devices"), [("mesh=single", 1), ("mesh=ep8", 8)])
 def test_virtual_devices_share_memory(tiny, monkeypatch, mesh, devices):
-    """Above 0.8 times there is a line, above 1.5 times a refusal; neither below. Nothing is traced."""
+    """Above 0.8 times there is a line, above 1.5 times a refusal; neither below."""
     step = step_of(*tiny, mesh)
-    needed = devices * step_footprint(step).peak
+    needed = devices * step_footprint(step, step.traced).peak
 
     def free(times: float) -> None:
         monkeypatch.setattr(memory, "free_memory", lambda: int(needed / times))
@@ -46,13 +45,12 @@ def test_virtual_devices_share_memory(tiny, monkeypatch, mesh, devices):
     free(1.51)
     with refused("a step needs about", "this process may use", "smaller batch_size", "execution.microbatches"):
         room.check_memory(step)
-    assert "traced" not in vars(step)
 
 
 def test_a_device_has_its_own_memory(tiny, monkeypatch):
     """The smallest of those of this process counts, and no multiple of a device; unknown memory is not compared."""
     step = step_of(*tiny, "mesh=ep8", "execution.remat=dots")
-    peak = step_footprint(step).peak
+    peak = step_footprint(step, step.traced).peak
 
     without_types = inspect.unwrap(memory.room_of)  # which would refuse what stands for a mesh
 
@@ -73,12 +71,11 @@ def test_a_device_has_its_own_memory(tiny, monkeypatch):
     assert room.check_memory(step) == []
 
 
-def test_a_model_with_layers_of_others_has_no_prediction(tiny, monkeypatch):
-    step = step_of(*tiny)
-    monkeypatch.setattr(memory, "free_memory", lambda: 1)
-    monkeypatch.setattr(working_set, "MLP", int)
-    monkeypatch.setattr(working_set, "MoE", int)
-    assert room.check_memory(step) == []
+def test_layers_before_what_is_trained_have_no_backward_pass():
+    step = step_of("model=deepseek", "model.layers=3", "seq_len=32", 'trained=["*.stacks[1]*"]')
+    held = {moment.name: dict(moment.terms) for moment in step_footprint(step, step.traced).moments}
+    parts = ("arrays of attention", "arrays of feed_forward")
+    assert [name in held[f"backward pass of stacks[{n}]"] for n in (0, 1) for name in parts] == [False] * 2 + [True] * 2
 
 
 def test_a_run_is_refused_before_it_writes(tiny, tmp_path, monkeypatch):

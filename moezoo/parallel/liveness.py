@@ -1,0 +1,300 @@
+"""What a traced program holds at its widest point, as a compiler lays it out.
+
+Arrays are followed in the order of the program, from the equation that makes them to the last that reads them:
+
+- Results of products, kernels, collectives, loops, gathers and sums are arrays, and so is what an operation makes that
+  is not known here: compilers do not join these with what reads them.
+- An elementwise result is no array, and what it is made of stays while it is used: compilers join elementwise work with
+  what reads it, and do it again for another reader. It is one where an operation of the first kind reads it, or where
+  it takes the place of two arrays of its size.
+- A transposed array is the same one, except where a kernel or a collective reads it: these read one order only.
+- Elementwise work writes in place of an operand that ends there; so do an update of a part, and a loop what it carries.
+- The weights that are gathered together stay until the last of them is used: one collective brings all.
+- A gradient of weights is cast and turned for its sum over devices where it is made: the sum runs beside later work.
+- The part that an iteration reads of a larger array is an array, from the beginning of the iteration, where an
+  operation of the first kind reads it.
+- A loop holds what it reads, its results, and the widest point of its body.
+
+The order of a compiler may differ. docs/planning.md has how far the result is from what compilers have in use.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from moezoo.parallel.traces import COLLECTIVES, Equation, branch_for
+
+# What compilers join with what reads it.
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index broadcast_in_dim cbrt ceil clamp
+    concatenate convert_element_type cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+    integer_pow iota is_finite le le_to log log1p logistic lt lt_to max min mul ne neg nextafter not or pad
+    population_count pow random_bits random_fold_in random_seed random_wrap random_unwrap real rem rev round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    stack sub tan tanh threefry2x32 xor""".split()  # noqa: SIM905
+)
+# What moves nothing.
+SAME = frozenset(
+    """bitcast_convert_type copy expand_dims name optimization_barrier pcast pvary reduce_precision reshape
+    sharding_constraint squeeze stop_gradient transpose""".split()  # noqa: SIM905
+)
+_REDUCTIONS = frozenset(
+    """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum""".split()  # noqa: SIM905
+)
+_LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+_KERNELS = frozenset(("pallas_call", "mosaic_gpu", "ffi_call", "core_map"))
+_SUMS = frozenset(("psum", "reduce_scatter"))
+
+
+class Held(NamedTuple):
+    """The widest point of a program: the `bytes` of all arrays that it holds, and those of its named `parts`."""
+
+    bytes: int
+    parts: Mapping[str, int]
+
+
+class _Step(NamedTuple):
+    """An operation: what it is, the arrays that it reads and makes, its named scopes, and what its body holds.
+
+    `places`: result -> what is read in whose place it is written, if that ends there.
+    """
+
+    name: str
+    equation: JaxprEqn
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    scope: str
+    body: int
+    places: Mapping[int, int]
+
+    @property
+    def joins(self) -> bool:
+        """Whether a compiler joins the operation with what it reads."""
+        return self.name in _ELEMENTWISE or self.name in SAME or self.name in _REDUCTIONS
+
+    @property
+    def turns(self) -> bool:
+        """Whether it gives an array another order of dimensions."""
+        order = self.equation.params.get("permutation", ()) if self.name == "transpose" else ()
+        return tuple(order) != tuple(range(len(order)))
+
+
+def widest(loop: JaxprEqn, platform: str) -> Held:
+    """Return what one iteration of a loop holds at its widest point, without what it reads and carries.
+
+    Args:
+        loop: A scan, a loop that ends on a condition, or a conditional, of one device.
+        platform: What it is compiled for.
+    """
+    count = loop.params.get("num_consts", loop.params.get("body_nconsts", len(loop.invars)))
+    carried = loop.params.get("num_carry", len(loop.outvars))
+    bodies = jax.tree.leaves(loop.params[_LOOPS[loop.primitive.name]], is_leaf=_is_program)
+    return max((_Body(each.jaxpr, platform, count, carried).widest() for each in bodies), key=lambda held: held.bytes)
+
+
+class _Body:
+    """The body of a loop as steps between numbered arrays, those of inner programs without a loop among them."""
+
+    def __init__(self, program: Any, platform: str, constants: int, carried: int):
+        self.platform, self.bytes, self.steps = platform, list[int](), list[_Step]()
+        given = {x: self._new(x) for x in (*program.invars, *program.constvars)}
+        self.given = frozenset(given.values())
+        self.slices = {given[x] for x in program.invars[constants + carried :]}
+        self.carried = {given[x] for x in program.invars[constants : constants + carried]}
+        names: dict[Any, int | None] = {**given}
+        self._read(program, names, "")
+        results = [names.get(x) for x in program.outvars if not isinstance(x, Literal)]
+        self.results = {x for x in results[:carried] if x is not None}
+        self.stacked = {x for x in results[carried:] if x is not None} - self.results
+        self._drop_unused()
+        self.maker = {x: step for step in self.steps for x in step.makes}
+        self.names = dict.fromkeys(self.slices, "parts of larger arrays")
+
+    def _new(self, x: Any) -> int:
+        on_host = getattr(x.aval, "memory_space", None) == jax.memory.Space.Host
+        width = getattr(getattr(x.aval, "dtype", None), "itemsize", 0)
+        self.bytes.append(0 if on_host else getattr(x.aval, "size", 0) * width)
+        return len(self.bytes) - 1
+
+    def _read(self, program: Any, names: dict[Any, int | None], path: str) -> None:
+        for each in program.eqns:
+            here, kind = f"{path}/{each.source_info.name_stack}", each.primitive.name
+            read = [None if isinstance(x, Literal) else names[x] for x in each.invars]
+            inner = branch_for(each, self.platform)
+            given = read[1:] if inner is not None else read
+            if inner is None and kind not in _LOOPS and kind not in _KERNELS:
+                inner = next((x for x in each.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)), None)
+            if inner is not None:
+                body: Any = getattr(inner, "jaxpr", inner)
+                own = dict(zip(body.invars, given, strict=True)) | {x: self._new(x) for x in body.constvars}
+                self._read(body, own, here)
+                names |= {
+                    x: self._new(x) if isinstance(y, Literal) or own[y] is None else own[y]
+                    for x, y in zip(each.outvars, body.outvars, strict=True)
+                }
+                continue
+            makes = {x: self._new(x) for x in each.outvars}
+            names |= makes
+            scope = Equation(each, None, {}, here).scope
+            reads = tuple(x for x in read if x is not None)
+            written = zip(makes.values(), read[_first_carried(each) :], strict=False)
+            places = {x: y for x, y in itertools.islice(written, each.params.get("num_carry")) if y is not None}
+            body = widest(each, self.platform).bytes if kind in _LOOPS else 0
+            self.steps.append(_Step(kind, each, reads, tuple(makes.values()), scope, body, places))
+
+    def _drop_unused(self) -> None:
+        used, kept = self.results | self.stacked, list[_Step]()
+        for step in reversed(self.steps):
+            if used & set(step.makes) or step.equation.effects:
+                used |= set(step.reads)
+                kept.append(step)
+        self.steps = kept[::-1]
+
+    def widest(self) -> Held:
+        """Return the widest point."""
+        made, last = self._lives()
+        starts, ends = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for x, number in made.items():
+            if x not in self.stacked or x in self.slices:
+                starts[number].append(x)
+                ends[last.get(x, number)].append(x)
+        held, now, most = set[int](), 0, Held(0, {})
+        for number, step in enumerate(self.steps):
+            if step.joins:  # in place of what ends here
+                gone = held & set(ends[number])
+                held -= gone
+                now -= sum(self.bytes[x] for x in gone)
+            held.update(starts[number])
+            now += sum(self.bytes[x] for x in starts[number])
+            if now + step.body > most.bytes:
+                most = Held(now + step.body, self._parts(held, step))
+            gone = held & set(ends[number])
+            held -= gone
+            now -= sum(self.bytes[x] for x in gone)
+        return most
+
+    def _parts(self, held: set[int], step: _Step) -> dict[str, int]:
+        found = defaultdict[str, int](int)
+        for x in held:
+            found[self.names.get(x) or _part(self.maker[x].scope)] += self.bytes[x]
+        if step.body:
+            found[_part(step.scope)] += step.body
+        return dict(found)
+
+    def _lives(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return for each array the number of the step that makes it, and that of the last that reads it."""
+        own, turned = self._read_as_arrays()
+        uses = defaultdict[int, int](int)
+        for step in self.steps:
+            for x in set(step.reads):
+                uses[x] += 1
+        of = {x: frozenset((x,)) for x in self.given}  # value -> the arrays that it is made of
+        made, last = dict[int, int](), dict[int, int]()
+        read_last = {x: number for number, step in enumerate(self.steps) for x in step.reads}
+        for number, step in enumerate(self.steps):
+            read = frozenset[int]().union(*(of[x] for x in step.reads if x in of))
+            for x in read:
+                last[x] = number
+                if x in self.slices and x in own:
+                    made[x] = 0
+            for x in step.makes:
+                kept = x in own or x in self.results or x in self.stacked
+                large = [self.bytes[y] for y in read if 2 * self.bytes[y] >= self.bytes[x]]
+                smaller = uses[x] > 1 and len(large) > 1 and sum(large) > self.bytes[x]
+                place = step.places.get(x, -1)
+                written = of.get(place, frozenset())
+                if step.name in SAME and x not in turned:
+                    of[x] = read
+                elif written and read_last[place] == number and written <= made.keys() | self.carried:
+                    of[x] = written
+                elif not step.joins or step.name in _REDUCTIONS or (read and (kept or smaller)):
+                    of[x], made[x] = frozenset((x,)), number
+                else:
+                    of[x] = read
+        for x in self.results:
+            last |= dict.fromkeys(of.get(x, ()), len(self.steps))
+        self._sums_of_gradients(of, made)
+        self._weights(of, made, last)
+        return made, last
+
+    def _read_as_arrays(self) -> tuple[set[int], set[int]]:
+        """Return what operations read that join with nothing, and those of it that have to be turned."""
+        own, turned, strict = set[int](), set[int](), set[int]()
+        for step in reversed(self.steps):
+            if not step.joins:
+                own.update(step.reads)
+                if step.name != "dot_general":
+                    strict.update(step.reads)
+            elif step.name in SAME:
+                if own & set(step.makes):
+                    own.update(step.reads)
+                if strict & set(step.makes):
+                    if step.turns:
+                        turned.update(step.makes)
+                    else:
+                        strict.update(step.reads)
+        return own, turned
+
+    def _sums_of_gradients(self, of: Mapping[int, frozenset[int]], made: dict[int, int]) -> None:
+        """Make what is summed over devices where the gradient is made that it is a copy of."""
+        for step in self.steps:
+            if COLLECTIVES.get(step.name) in _SUMS and step.scope.endswith("weights"):
+                for x in {x for value in step.reads for x in of[value]}:
+                    copies = list(self._copies(x, of, made))
+                    made |= dict.fromkeys(copies, made[copies[-1]] if copies else 0)
+                    self.names |= dict.fromkeys(copies, "gradients of weights")
+
+    def _weights(self, of: Mapping[int, frozenset[int]], made: Mapping[int, int], last: dict[int, int]) -> None:
+        """Keep the weights that are gathered together until the last of them is used."""
+        groups, found = list[set[int]](), dict[int, int]()
+        begins = True
+        for step in self.steps:
+            if COLLECTIVES.get(step.name) == "all_gather" and step.scope.endswith("weights"):
+                if begins:
+                    groups.append(set())
+                found |= dict.fromkeys(step.makes, len(groups) - 1)
+                begins = False
+            elif not step.joins and not step.scope.endswith("weights"):
+                begins = True
+                for x in {y for value in step.reads for y in of[value] if y in made}:
+                    *_, first = self._copies(x, of, made)
+                    if first in found:
+                        groups[found[first]].add(x)
+        for group in groups:
+            last |= dict.fromkeys(group, max((last[x] for x in group), default=0))
+            self.names |= dict.fromkeys(group, "gathered weights")
+
+    def _copies(self, x: int, of: Mapping[int, frozenset[int]], made: Mapping[int, int]) -> Iterator[int]:
+        """Yield an array, what it is a copy of in another dtype or order, and so on."""
+        while x in made:
+            yield x
+            if x in self.given:
+                return
+            step = self.maker[x]
+            before = frozenset[int]().union(*(of.get(y, frozenset()) for y in step.reads))
+            if not step.joins or step.name in _REDUCTIONS or len(before) != 1 or x in before:
+                return
+            (x,) = before
+
+
+def _first_carried(each: JaxprEqn) -> int:
+    """Return the number of the operand in whose place the first result of an operation is written."""
+    kind, counts = each.primitive.name, each.params
+    if kind == "scan":
+        return counts["num_consts"]
+    if kind == "while":
+        return counts["cond_nconsts"] + counts["body_nconsts"]
+    return 0 if kind == "dynamic_update_slice" or kind.startswith("scatter") else len(each.invars)
+
+
+def _part(scope: str) -> str:
+    """Return the name for arrays that are made in a named scope: that of a part of a layer."""
+    return f"arrays of {'/'.join(scope.split('/')[:2]) or 'the layer'}"
+
+
+def _is_program(x: Any) -> bool:
+    return isinstance(x, ClosedJaxpr | Jaxpr)
