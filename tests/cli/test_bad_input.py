@@ -91,7 +91,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(capsys, monkeypatch, tmp_path):
 
 
 def test_a_platform_that_is_not_there():
-    lines = ["train.py", "bench.py grouped_matmul", "bench.py attention", "bench.py train_step", "parity.py folder=x"]
+    lines = ["train.py", "bench.py grouped_matmul", "bench.py attention", "bench.py train_step"]
     code = f"""
 import runpy, sys
 for line in {lines}:
