@@ -29,24 +29,14 @@ class Ended(NamedTuple):
     line: str
 
 
-def run_all(
-    sweep: Sweep,
-    chosen: Sequence[Element],
-    folder: Path,
-    last: Sequence[int | None],
-    start: Callable[[Sequence[str]], Ended],
-) -> int:
-    """Train those of the `chosen` runs that are not finished, and print the table of all.
+Start = Callable[[Sequence[str]], Ended]
 
-    Args:
-        sweep: All runs.
-        chosen: The runs to train.
-        folder: The folder of the sweep.
-        last: The last step of each run of the sweep, None where its length is in epochs.
-        start: Trains a run with these overrides of `moezoo train`.
 
-    Returns:
-        The exit code: 0; 4 if one of the `chosen` runs failed; that of a run that a signal ended, which ends the sweep.
+def run_all(sweep: Sweep, chosen: Sequence[Element], folder: Path, last: Sequence[int | None], start: Start) -> int:
+    """Train those of the `chosen` runs of a sweep in `folder` that are not finished, and print the table of all.
+
+    `last` are the last steps of all runs, None where a length is in epochs; `start` trains with overrides. Returns 0,
+    4 if one of the `chosen` runs failed, or the exit code of a run that a signal ended, which ends the sweep.
     """
     outcomes, code = write_report(folder, sweep, last), 0
     for count, element in enumerate(chosen, 1):
