@@ -1,8 +1,9 @@
 """`moezoo compare`: the losses and settings of several runs."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,16 @@ from moezoo.errors import UserError
 from moezoo.typed import show
 
 if TYPE_CHECKING:
-    from moezoo.training.reading import ReadRun
+    from moezoo.training.reading import Figures, ReadRun
+
+# For each of `Figures`, its name in the table of `compare`, and how every table prints it.
+_FIGURES = (
+    ("last logged step", ","),
+    ("validation loss", ".4f"),
+    ("training loss", ".4f"),
+    ("tokens per second", ",.0f"),
+    ("skipped steps", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +45,7 @@ class Switches:
 def main(arguments: Sequence[str]) -> None:
     """Draw the picture, and print what differs."""
     from moezoo.training.files import writing_to
-    from moezoo.training.pictures import Curve, runs_picture
-    from moezoo.training.reading import describe_unit, figures_of, read_folder
+    from moezoo.training.reading import figures_of, read_folder
 
     switches, words = take_switches(Switches, arguments)
     keys = read(Keys, words)
@@ -44,66 +53,61 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"{show(' '.join(keys.runs))} is one run; name two or more")
     if not keys.out.lower().endswith(".png"):
         raise UserError(f"out={show(keys.out)}: expected the name of a picture; write FILE.png")
-    runs = [read_folder(Path(named).expanduser(), "runs") for named in keys.runs]
-    names = name_runs([run.folder for run in runs])
-    notes = [note for run in runs for note in run.notes] + compare_data(dict(zip(names, runs, strict=True)), keys.by)
-    scales = [_scale(run, keys.by) for run in runs]
-    curves = [Curve(name, run.history, scale) for name, run, scale in zip(names, runs, scales, strict=True)]
-    across = "training step" if keys.by == "steps" else "tokens read"
+    each = [read_folder(Path(named).expanduser(), "runs") for named in keys.runs]
+    runs = dict(zip(_name_runs([run.folder.resolve() for run in each]), each, strict=True))
+    notes = [note for run in each for note in run.notes] + _compare_data(runs, keys.by)
+    if keys.by == "tokens" and (other := next((run for run in each if run.tokens_per_step is None), None)):
+        raise UserError(f"by=tokens: {other.folder}/config.yaml does not show the tokens of a step; write by=steps")
     with writing_to("out", keys.out):
         Path(keys.out).parent.mkdir(parents=True, exist_ok=True)
-        runs_picture(curves, Path(keys.out), across=across, unit=describe_unit(run.settings for run in runs))
-    differing, figures = differing_settings(runs), [figures_of(run.history) for run in runs]
+        draw_losses(runs, Path(keys.out), by_tokens=keys.by == "tokens")
+    differing, figures = _differing_settings(each), [figures_of(run.history) for run in each]
     if switches.json:
         found = [
-            {"folder": str(run.folder), "settings": {k: run.settings.get(k) for k in differing}, **each._asdict()}
-            for run, each in zip(runs, figures, strict=True)
+            {"folder": str(run.folder), "settings": {k: run.settings.get(k) for k in differing}, **those._asdict()}
+            for run, those in zip(each, figures, strict=True)
         ]
         print(json.dumps({"runs": found, "notes": notes, "picture": keys.out}, indent=2))
         return
-    rows = [[name, *(show(run.settings[name]) if name in run.settings else "" for run in runs)] for name in differing]
-    forms = {"step": ",", "val_loss": ".4f", "loss": ".4f", "tokens_per_second": ",.0f", "skipped": ""}
-    for field, form in forms.items():
-        values = [getattr(each, field) for each in figures]
-        rows.append([_FIGURES[field], *(tables.cell(value, form) for value in values)])
-    shown = tables.markdown(["", *names], rows, right=range(1, len(names) + 1))
-    print("\n".join([*shown, *(f"note: {note}" for note in notes)]))
-    print(f"{'picture':<12}{keys.out}")
+    rows = [[name, *(show(run.settings[name]) if name in run.settings else "" for run in each)] for name in differing]
+    shown = zip(*map(show_figures, figures), strict=True)
+    rows += [[name, *cells] for (name, _), cells in zip(_FIGURES, shown, strict=True)]
+    lines = tables.markdown(["", *runs], rows, right=range(1, len(runs) + 1))
+    print("\n".join([*lines, *(f"note: {note}" for note in notes), f"{'picture':<12}{keys.out}"]))
 
 
-_FIGURES = {
-    "step": "last logged step",
-    "val_loss": "validation loss",
-    "loss": "training loss",
-    "tokens_per_second": "tokens per second",
-    "skipped": "skipped steps",
-}
+def show_figures(figures: "Figures") -> list[str]:
+    """Return the cells of figures in a table."""
+    return [tables.cell(value, form) for value, (_, form) in zip(figures, _FIGURES, strict=True)]
 
 
-def name_runs(folders: Sequence[Path]) -> list[str]:
-    """Return for each folder its last parts, as many as tell them apart.
+def draw_losses(runs: "Mapping[str, ReadRun]", path: Path, *, by_tokens: bool, best: int | None = None) -> None:
+    """Draw the losses of runs, by name, over steps or over the tokens read; the one numbered `best` stands out."""
+    from moezoo.training.pictures import Curve, runs_picture
+    from moezoo.training.reading import describe_unit
 
-    Raises `UserError` for a folder that is given twice.
-    """
-    whole = [path.resolve() for path in folders]
-    if twice := next((path for path in whole if whole.count(path) > 1), None):
+    scales = [float(run.tokens_per_step or 1) if by_tokens else 1.0 for run in runs.values()]
+    curves = [Curve(name, run.history, scale) for (name, run), scale in zip(runs.items(), scales, strict=True)]
+    unit = describe_unit(run.settings for run in runs.values())
+    runs_picture(curves, path, across="tokens read" if by_tokens else "training step", unit=unit, best=best)
+
+
+def _name_runs(folders: Sequence[Path]) -> list[str]:
+    """Return for each folder its last parts, as many as tell them apart. `UserError` for one that is given twice."""
+    if twice := next((path for path in folders if folders.count(path) > 1), None):
         raise UserError(f"runs={twice} is given twice; leave one out")
-    for count in range(1, max(len(path.parts) for path in whole) + 1):
-        names = ["/".join(path.parts[-count:]) for path in whole]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in whole]
+    every = (["/".join(path.parts[-count:]) for path in folders] for count in itertools.count(1))
+    return next(names for names in every if len(set(names)) == len(names))
 
 
-def differing_settings(runs: "Sequence[ReadRun]") -> list[str]:
+def _differing_settings(runs: "Sequence[ReadRun]") -> list[str]:
     """Return the settings in which those of the runs differ whose configuration can be read."""
     known = [run.settings for run in runs if run.settings]
-    every = dict.fromkeys(name for settings in known for name in settings)
-    missing = object()
+    every, missing = dict.fromkeys(itertools.chain(*known)), object()
     return [name for name in every if any(each.get(name, missing) != known[0].get(name, missing) for each in known)]
 
 
-def compare_data(runs: "dict[str, ReadRun]", by: str) -> list[str]:
+def _compare_data(runs: "Mapping[str, ReadRun]", by: str) -> list[str]:
     """Return a line for each reason why losses of these runs, by name, cannot be compared as they are."""
     from moezoo.training.reading import unit_of
 
@@ -114,21 +118,12 @@ def compare_data(runs: "dict[str, ReadRun]", by: str) -> list[str]:
     units = {name: unit for name, run in runs.items() if (unit := unit_of(run.settings)) is not None}
     if len(set(units.values())) > 1:
         notes.append(f"losses are in nats per {listed(units)}: they cannot be compared")
-    data = [name for name in differing_settings([*runs.values()]) if name.startswith("data.")]
-    if data:
+    if data := [name for name in _differing_settings([*runs.values()]) if name.startswith("data.")]:
         notes.append(f"the runs read or evaluate different data ({', '.join(data)}): losses are of different texts")
     tokens = {name: each for name, run in runs.items() if (each := run.tokens_per_step) is not None}
     if len(set(tokens.values())) > 1 and by == "steps":
         notes.append(f"tokens per step: {listed(tokens)}; by=tokens draws the losses over them")
     return notes
-
-
-def _scale(run: "ReadRun", by: str) -> float:
-    if by == "steps":
-        return 1.0
-    if run.tokens_per_step is None:
-        raise UserError(f"by=tokens: {run.folder}/config.yaml does not show the tokens of a step; write by=steps")
-    return float(run.tokens_per_step)
 
 
 COMMAND = KeysCommand(

@@ -13,9 +13,9 @@ import pytest
 
 from moezoo.errors import UserError
 from moezoo.host import locking
-from moezoo.tools.sweep.command import SOME_FAILED, Ended, run_all, start_process
 from moezoo.tools.sweep.expand import expand
 from moezoo.tools.sweep.report import average_over_seeds, check_same, find_outcome
+from moezoo.tools.sweep.running import SOME_FAILED, Ended, run_all, start_process
 
 STEPS, PYTHON = 10, sys.executable
 GRID = expand(["optimizer.learning_rate=1e-3,3e-3", "seed=0,1", f"steps={STEPS}"])
@@ -239,7 +239,7 @@ WATCHES = """
 import sys
 import moezoo.interrupts as interrupts
 with interrupts.ending():
-    from moezoo.tools.sweep.command import start_process
+    from moezoo.tools.sweep.running import start_process
     sys.executable = "./waits"
     print(start_process([]).code)
 """

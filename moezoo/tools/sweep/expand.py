@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moezoo.config import overrides
@@ -23,32 +23,19 @@ _OWN = {
 
 
 class Element(NamedTuple):
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        number: Its place in the product, from 0. Keys are sorted, and the values of the last one change fastest.
-        name: The name of its folder.
-        values: Key -> value, of each key with several values.
-        words: The overrides of the run.
-    """
-
-    number: int
-    name: str
-    values: dict[str, Any]
-    words: list[str]
+    number: int  # its place in the product, from 0: keys are sorted, and the values of the last one change fastest
+    name: str  # of its folder
+    values: dict[str, Any]  # key -> value, of each key with several values
+    words: list[str]  # its overrides
 
 
 class Sweep(NamedTuple):
-    """What a sweep trains.
+    """What a sweep trains."""
 
-    Attributes:
-        settings: Key -> value as text, of the overrides that all runs have.
-        keys: The keys with several values.
-        elements: The runs.
-    """
-
-    settings: dict[str, str]
-    keys: tuple[str, ...]
+    settings: dict[str, str]  # key -> value as text, of the overrides that all runs have
+    keys: tuple[str, ...]  # those with several values
     elements: list[Element]
 
 
@@ -60,17 +47,16 @@ def expand(words: Sequence[str]) -> Sweep:
     """
     fixed, listed = [], {}
     for word in words:
-        found = overrides.list_values(word, _MOST_RUNS)
-        key = word.lstrip("+").partition("=")[0]
-        if key.partition(".")[0] in _OWN:
-            raise UserError(f"{show(word)}: {_OWN[key.partition('.')[0]]}")
+        found, name = overrides.list_values(word, _MOST_RUNS), word.partition("=")[0]
+        key = name.lstrip("+")
+        if advice := _OWN.get(key.partition(".")[0]):
+            raise UserError(f"{show(word)}: {advice}")
         if key in listed:
             raise UserError(f"{show(word)}: {key} is given twice; leave one out")
         if found is None:
             fixed.append(word)
         else:
-            plus = "+" * word.startswith("+")
-            listed[key] = [(f"{plus}{key}={text}", value) for text, value in found[1].items()]
+            listed[key] = [(f"{name}={text}", value) for text, value in found[1].items()]
     asked = overrides.read(fixed)
     settings = {key: _plain(value) for key, value in {**asked.choices, **asked.changes}.items()}
     if both := sorted(settings.keys() & listed.keys()):
@@ -80,31 +66,26 @@ def expand(words: Sequence[str]) -> Sweep:
     if (count := math.prod(map(len, listed.values()))) > _MOST_RUNS:
         raise UserError(f"{' '.join(listed)}: {count} runs, more than {_MOST_RUNS}; list fewer values")
     listed = dict(sorted(listed.items()))
-    short = _shorten(list(listed))
     elements = []
     for number, chosen in enumerate(itertools.product(*listed.values())):
         values = {key: value for key, (_, value) in zip(listed, chosen, strict=True)}
-        elements.append(Element(number, _name(short, values), values, [*fixed, *(word for word, _ in chosen)]))
+        elements.append(Element(number, _name(values), values, [*fixed, *(word for word, _ in chosen)]))
     return Sweep(settings, tuple(listed), elements)
 
 
-def _shorten(keys: Sequence[str]) -> dict[str, str]:
-    """Return for each key its last parts, as many as tell it from the others."""
-    short = {}
-    for key in keys:
-        parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        short[key] = next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in keys) == 1), key)
-    return short
+def _name(values: Mapping[str, Any]) -> str:
+    """Return the name of a folder that can be typed as it is, as a value and as an argument: without `=` and `,`.
 
-
-def _name(short: dict[str, str], values: dict[str, Any]) -> str:
-    """Return the name of a folder that can be typed as it is, as a value and as an argument: without `=` and `,`."""
-    parts = (f"{short[key]}-{urllib.parse.quote(_plain(value), safe='+')}" for key, value in values.items())
+    It has of each key the last parts, as many as tell it from the others.
+    """
+    parts = []
+    for key, value in values.items():
+        ends = (key.split(".", count)[-1] for count in range(key.count("."), -1, -1))
+        short = next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in values) == 1), key)
+        parts.append(f"{short}-{urllib.parse.quote(_plain(value), safe='+')}")
     name = "_".join(parts)
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}"
+    end = f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}" if len(name) > _LONGEST_NAME else ""
+    return f"{name[:_LONGEST_NAME]}{end}"
 
 
 def _plain(value: Any) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,54 +12,37 @@ import moezoo.tables as tables
 from moezoo.config.overrides import read_yaml
 from moezoo.config.run_folders import steps
 from moezoo.errors import UserError
+from moezoo.tools.compare import draw_losses, show_figures
 from moezoo.tools.sweep.expand import Element, Sweep
 from moezoo.training.files import replace_text, writing_to
 from moezoo.training.metrics import read_metrics
-from moezoo.training.pictures import Curve, runs_picture
-from moezoo.training.reading import Figures, describe_unit, figures_of, read_folder
+from moezoo.training.reading import Figures, figures_of, read_folder
 from moezoo.training.validations import last_step
 from moezoo.typed import show
 
 FAILURE = "error.txt"  # in the folder of a run that failed: its line
 _TABLE, _TEXT, _PICTURE = "sweep.json", "sweep.md", "loss.png"
 _SEED = "seed"
-State = Literal["finished", "failed", "begun", "waiting"]
 
 
 class Outcome(NamedTuple):
-    """How far a run of a sweep is.
-
-    Attributes:
-        element: The run.
-        state: "finished" with a validation loss of its last step; "failed"; "begun" and not finished; or "waiting".
-        line: Why it failed, or how far it is; empty for the others.
-        saved: The step of its newest checkpoint; None without one.
-        last: The step at which it ends; None where a run with epochs has not begun.
-        figures: What it came to.
-    """
+    """How far a run of a sweep is."""
 
     element: Element
-    state: State
-    line: str
-    saved: int | None
-    last: int | None
+    state: Literal["finished", "failed", "begun", "waiting"]  # finished: with a validation loss of its last step
+    line: str  # why it failed, or how far it is; empty for the others
+    saved: int | None  # the step of its newest checkpoint; None without one
+    last: int | None  # the step at which it ends; None where a run with epochs has not begun
     figures: Figures
 
 
 class OverSeeds(NamedTuple):
-    """The validation losses of runs that differ in their seed alone.
+    """The validation losses of finished runs that differ in their seed alone."""
 
-    Attributes:
-        values: Key -> value, of the other keys of the sweep.
-        count: The number of finished runs.
-        mean: The mean of their validation losses.
-        spread: Their standard deviation, of a sample; None of one run.
-    """
-
-    values: dict[str, Any]
-    count: int
+    values: dict[str, Any]  # key -> value, of the other keys of the sweep
+    count: int  # of runs
     mean: float
-    spread: float | None
+    spread: float | None  # the standard deviation, of a sample; None of one run
 
 
 def find_outcome(folder: Path, element: Element, last: int | None) -> Outcome:
@@ -92,15 +75,15 @@ def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def average_over_seeds(outcomes: Sequence[Outcome]) -> list[OverSeeds]:
     """Return the mean and the spread over seeds for each choice of the other keys, the lowest mean first."""
-    together: dict[str, list[Outcome]] = {}
+    together: dict[str, tuple[dict[str, Any], list[float]]] = {}
     for each in outcomes:
         if each.state == "finished":
-            together.setdefault(show(_without_seed(each.element.values)), []).append(each)
-    found = []
-    for runs in together.values():
-        losses = [_loss(run) for run in runs]
-        spread = statistics.stdev(losses) if len(losses) > 1 else None
-        found.append(OverSeeds(_without_seed(runs[0].element.values), len(runs), statistics.fmean(losses), spread))
+            values = {key: value for key, value in each.element.values.items() if key != _SEED}
+            together.setdefault(show(values), (values, []))[1].append(_loss(each))
+    found = [
+        OverSeeds(values, len(losses), statistics.fmean(losses), statistics.stdev(losses) if losses[1:] else None)
+        for values, losses in together.values()
+    ]
     return sorted(found, key=lambda each: each.mean)
 
 
@@ -109,52 +92,50 @@ def render(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[str]:
     rows, failures = [], []
     for place, each in enumerate(rank(outcomes)):
         best = " (best)" * (place == 0 and each.state == "finished")
-        about = f"{each.state}{best}" if each.state != "begun" else each.line
+        about = each.line if each.state == "begun" else f"{each.state}{best}"
         if each.state == "failed":
             failures.append(f"- run {each.element.number}: {each.line}")
         values = map(show, each.element.values.values())
-        rows.append([str(each.element.number), *values, about, *_cells(each.figures)])
+        rows.append([str(each.element.number), *values, about, *show_figures(each.figures)[1:]])
     header = ["run", *sweep.keys, "state", "validation", "training", "tokens/s", "skipped"]
     shown = tables.markdown(header, rows, right=range(len(sweep.keys) + 2, len(header)))
     lines = [*shown, *([""] if failures else []), *failures]
     if _SEED not in sweep.keys or not (averages := average_over_seeds(outcomes)):
         return lines
-    keys = [key for key in sweep.keys if key != _SEED]
     rows = [
-        [
-            *(show(each.values[key]) for key in keys),
-            str(each.count),
-            f"{each.mean:.4f}",
-            tables.cell(each.spread, ".4f"),
-        ]
-        for each in averages
+        [*map(show, values.values()), str(count), f"{mean:.4f}", tables.cell(spread, ".4f")]
+        for values, count, mean, spread in averages
     ]
-    header = [*keys, "seeds", "validation, mean", "deviation"]
-    return [*lines, "", *tables.markdown(header, rows, right=range(len(keys), len(header)))]
+    header = [*averages[0].values, "seeds", "validation, mean", "deviation"]
+    return [*lines, "", *tables.markdown(header, rows, right=range(len(header) - 3, len(header)))]
 
 
-def write_report(folder: Path, sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
-    """Write the tables, and once a run has logged a loss the picture, into the folder of the sweep."""
+def write_report(folder: Path, sweep: Sweep, last: Sequence[int | None]) -> list[Outcome]:
+    """Write the tables, and once a run has logged a loss the picture, into the folder of the sweep.
+
+    Returns what is shown: how far each run is, of which `last` are the last steps, as for `find_outcome`.
+    """
+    outcomes = [find_outcome(folder / e.name, e, last[e.number]) for e in sweep.elements]
     ranked = rank(outcomes)
     table = {
         "settings": sweep.settings,
-        "keys": list(sweep.keys),
-        "runs": [
-            {**each.element._asdict(), "state": each.state, "line": each.line, **each.figures._asdict()}
-            for each in ranked
-        ],
+        "keys": sweep.keys,
+        "runs": [{**e.element._asdict(), "state": e.state, "line": e.line, **e.figures._asdict()} for e in ranked],
         "over_seeds": [each._asdict() for each in average_over_seeds(outcomes)] if _SEED in sweep.keys else None,
     }
     settings = " ".join(f"{key}={value}" for key, value in sweep.settings.items())
     text = [f"# {folder.name}", "", f"All runs: `{settings}`", "", *render(sweep, outcomes)]
-    drawn = [each for each in ranked if each.figures.step is not None]
     with writing_to("sweep_dir", folder):
         replace_text(folder / _TABLE, json.dumps(table, indent=2))
-        if drawn:
+        if drawn := [each.element.name for each in ranked if each.figures.step is not None]:
             text += ["", f"![Losses of all runs]({_PICTURE})"]
             with contextlib.suppress(UserError):  # another task of the sweep may start one of them again meanwhile
-                _draw(folder, drawn)
+                runs = {name: read_folder(folder / name, "sweep_dir") for name in drawn}
+                tokens = {run.tokens_per_step for run in runs.values()}
+                best = 0 if ranked[0].state == "finished" else None
+                draw_losses(runs, folder / _PICTURE, by_tokens=len(tokens) > 1 and None not in tokens, best=best)
         replace_text(folder / _TEXT, "\n".join([*text, ""]))
+    return outcomes
 
 
 def check_same(folder: Path, sweep: Sweep) -> None:
@@ -162,59 +143,30 @@ def check_same(folder: Path, sweep: Sweep) -> None:
     with writing_to("sweep_dir", folder):
         if folder.exists() and not folder.is_dir():
             raise UserError(f"sweep_dir={folder} is a file; name a folder")
-        held = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
-        if not held:
+        if not folder.is_dir() or all(path.name.startswith(".") for path in folder.iterdir()):
             return
     shown, other = f"sweep_dir={folder}", "name another folder"
     try:
         before = json.loads((folder / _TABLE).read_text())
-        settings, keys, names = dict(before["settings"]), list(before["keys"]), [r["name"] for r in before["runs"]]
+        settings, keys, names = dict(before["settings"]), list(before["keys"]), {r["name"] for r in before["runs"]}
     except OSError:
         raise UserError(f"{shown} holds something else than a sweep (no {_TABLE}); {other}") from None
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{shown}: {_TABLE} is damaged; {other}, or remove that file if this is the same sweep"
-        ) from None
+        advice = f"{other}, or remove that file if this is the same sweep"
+        raise UserError(f"{shown}: {_TABLE} is damaged; {advice}") from None
+    held = ""
     if keys != list(sweep.keys):
-        raise UserError(
-            f"{shown} holds a sweep over {show(keys)}, and this one is over {show(list(sweep.keys))}; {other}"
-        )
+        held = f"a sweep over {show(keys)}, and this one is over {show(list(sweep.keys))}"
     for key in {**settings, **sweep.settings}:
-        old, new = settings.get(key), sweep.settings.get(key)
-        if old != new:
-            had, has = (f"no {key}" if value is None else f"{key}={value}" for value in (old, new))
-            raise UserError(f"{shown} holds a sweep with {had}, and this one has {has}; {other}")
-    if missing := sorted(set(names) - {element.name for element in sweep.elements}):
-        raise UserError(
-            f"{shown} has the run {missing[0]}, which is not one of this sweep; list its values too, or {other}"
-        )
-
-
-def _draw(folder: Path, ranked: Sequence[Outcome]) -> None:
-    runs = [read_folder(folder / each.element.name, "sweep_dir") for each in ranked]
-    tokens = [run.tokens_per_step for run in runs]
-    same = len(set(tokens)) == 1 or None in tokens
-    scales = [1.0 if same else float(each or 1) for each in tokens]
-    curves = [Curve(each.element.name, run.history, n) for each, run, n in zip(ranked, runs, scales, strict=True)]
-    best = 0 if ranked[0].state == "finished" else None
-    unit = describe_unit(run.settings for run in runs)
-    runs_picture(curves, folder / _PICTURE, across="training step" if same else "tokens read", unit=unit, best=best)
-
-
-def _without_seed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != _SEED}
+        had, has = (f"{key}={at[key]}" if key in at else f"no {key}" for at in (settings, sweep.settings))
+        if had != has:
+            held = held or f"a sweep with {had}, and this one has {has}"
+    if held:
+        raise UserError(f"{shown} holds {held}; {other}")
+    if missing := sorted(names - {element.name for element in sweep.elements}):
+        advice = f"list its values too, or {other}"
+        raise UserError(f"{shown} has the run {missing[0]}, which is not one of this sweep; {advice}")
 
 
 def _loss(outcome: Outcome) -> float:
     return float("inf") if outcome.figures.val_loss is None else outcome.figures.val_loss
-
-
-def _cells(figures: Figures) -> list[str]:
-    """Return figures as the table of a sweep has them."""
-    speed, skipped = figures.tokens_per_second, figures.skipped
-    return [
-        tables.cell(figures.val_loss, ".4f"),
-        tables.cell(figures.loss, ".4f"),
-        tables.cell(speed, ",.0f"),
-        tables.cell(skipped),
-    ]
