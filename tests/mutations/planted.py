@@ -1,5 +1,6 @@
 """Errors to plant: read their tables, put one into a copy of the repository, and run the tests that must fail."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -43,9 +44,17 @@ class Result(NamedTuple):
 
 
 def read_tables() -> list[Planted]:
-    """Return the entries of all tables."""
-    tables = [tomllib.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("*.toml"))]
-    return [Planted(**entry | {"tests": tuple(entry["tests"])}) for table in tables for entry in table["error"]]
+    """Return the entries of all tables: file -> tests, with " or " between them -> name -> lines of - and +."""
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.toml"))]
+    found = []
+    for file, groups in itertools.chain.from_iterable(tomllib.loads(text).items() for text in texts):
+        for tests, errors in groups.items():
+            for name, change in errors.items():
+                lines = change.splitlines()
+                assert all(line[:2] in ("- ", "+ ", "-", "+") for line in lines), f"{name}: a line has no sign"
+                before, after = ([line[2:] for line in lines if line[0] == sign] for sign in "-+")
+                found.append(Planted(name, file, "\n".join(before), "\n".join(after), tuple(tests.split(" or "))))
+    return found
 
 
 def copy_repository(folder: Path) -> Path:
