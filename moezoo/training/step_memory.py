@@ -81,18 +81,8 @@ def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Foo
     Without the `traced` step one layer of each kind is traced, and with stages it is traced in any case.
     """
     execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
-    count, rows, length = step.arguments[1].tokens.shape
-    inside, own = execution.within_stage, execution.micro_batches // execution.stages
-    tokens = rows * length // execution.ways(inside.token_axes)  # of a micro-batch
-    steps = count // execution.micro_batches
-    stored = local_bytes(step.arguments[0], step.placements)
-    pace = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.arguments[2:]))
-    counters = stored - held["parameters"] - held["optimizer state"] + pace
-    arguments = (
-        *(Term(name, held[name]) for name in ("parameters", "optimizer state")),
-        Term("batch and counters", 4 * 4 * own * tokens * steps + counters),
-    )
-    gradients = Term("gradients", held["gradients"])
+    own, steps = execution.micro_batches // execution.stages, len(step.arguments[1].tokens) // execution.micro_batches
+    tokens, arguments, gradients = _tokens(step), _arguments(step), Term("gradients", held["gradients"])
     # Over several micro-steps their sum is there too.
     total = Term("sum of gradients over micro-steps", held["gradients"] * (steps > 1))
     always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
@@ -120,8 +110,36 @@ def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Foo
         held = (Term(what, size) for what, size in part.held.parts.items())
         name = f"backward pass of {part.name}"
         moments.append(moment_of(name, *always, gradients, before, passes, *held, *part.more))
-    moments.append(moment_of("update", *arguments, gradients, Term("updates in float32", _updates(step))))
+    moments.append(_update(step))
     return Footprint(sum(term.bytes for term in arguments), tuple(moments))
+
+
+def least_bytes(step: Step) -> int:
+    """Return what a step holds at its update: `step_footprint` has at least as much, and takes a trace."""
+    return _update(step).bytes
+
+
+def _update(step: Step) -> Moment:
+    gradients = Term("gradients", step.memory["gradients"])
+    return moment_of("update", *_arguments(step), gradients, Term("updates in float32", _updates(step)))
+
+
+def _tokens(step: Step) -> int:
+    """Return the tokens of a micro-batch on one device."""
+    _, rows, length = step.arguments[1].tokens.shape
+    return rows * length // step.execution.ways(step.execution.within_stage.token_axes)
+
+
+def _arguments(step: Step) -> tuple[Term, ...]:
+    execution, held = step.execution, step.memory
+    micro_batches = len(step.arguments[1].tokens) // execution.stages
+    stored = local_bytes(step.arguments[0], step.placements)
+    pace = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.arguments[2:]))
+    counters = stored - held["parameters"] - held["optimizer state"] + pace
+    return (
+        *(Term(name, held[name]) for name in ("parameters", "optimizer state")),
+        Term("batch and counters", 4 * 4 * micro_batches * _tokens(step) + counters),
+    )
 
 
 class _Part(NamedTuple):

@@ -10,7 +10,7 @@ from refusals import refused
 import moezoo
 from moezoo.moe.dispatch.ragged import GPU_FLAG
 from moezoo.tools import apart
-from moezoo.tools.memory_model import footprint
+from moezoo.tools.memory_model import footprint, least_footprint
 from moezoo.tools.plan import candidates, command
 from moezoo.tools.plan import estimate as plan
 from moezoo.tools.plan.hardware import parse_slice
@@ -89,6 +89,26 @@ def test_what_does_not_fit_says_what_helps():
     for each in advice:
         words = each[each.index("(") + 1 : -1] if "devices" in each else each
         assert footprint(moezoo.compose(*many, *words.split())).peak <= small.chip.predicted_bytes, each
+
+
+def test_a_search_traces_no_layers_where_arguments_do_not_fit(monkeypatch):
+    target = plan.target_of(EIGHT)
+    held, peak = least_footprint(moezoo.compose(*TINY), target), footprint(moezoo.compose(*TINY), target=target).peak
+    assert 0 < held <= peak
+    small = EIGHT._replace(chip=EIGHT.chip._replace(hbm_bytes=held))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "footprint", None)
+        row = plan.estimate(TINY, small, least=True)
+        assert plan.with_memory(plan.refused(TINY, small, "no"), small, "train").memory is None
+    assert (row.fits, row.bytes_per_device, row.memory) == (False, held, None)
+    assert "of arguments and gradients, where at most" in row.reason
+    whole = plan.with_memory(row, small, "train")
+    assert (whole.fits, whole.bytes_per_device) == (False, peak)
+    assert plan.with_memory(whole, small, "train") is whole
+    # Strategies that are not timed are other programs, also where their arguments are equal.
+    other = plan.estimate((*TINY, "dispatch=gather"), small, least=True)
+    assert other.bytes_per_device == held
+    assert len(plan.distinct([row, other])) == 2
 
 
 @pytest.mark.parametrize(("topology", "share"), [("v5p:2x2x2", 0.93), ("h200:8", 0.95 * 0.93)])

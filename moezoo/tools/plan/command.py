@@ -168,7 +168,7 @@ def _search(most: int, words: Sequence[str], where: Any, switches: Switches, not
             best = rows[0]
             _progress(f"{number}: {' '.join(candidate[len(words) :])}: {_outcome(best)}")
         yield rows[:_SHOWN]
-    rows = plan.distinct(plan.sort(done))
+    rows = plan.sort([plan.with_memory(row, where, switches.call) for row in plan.distinct(plan.sort(done))[:_SHOWN]])
     if switches.call == "train":
         rows = plan.sort([*_recomputing_less(rows[:_BEST], where), *rows])
     if not rows[0].fits:

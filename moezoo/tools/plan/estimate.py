@@ -25,7 +25,7 @@ from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traffic import CallName
 from moezoo.tools.absent import GPUS
 from moezoo.tools.calls import CALLS
-from moezoo.tools.memory_model import Footprint, footprint
+from moezoo.tools.memory_model import Footprint, footprint, least_footprint
 from moezoo.tools.plan.hardware import Slice
 from moezoo.tools.plan.units import show_bytes
 from moezoo.tools.plan.work import Bound, Work, bound, work_of
@@ -102,15 +102,24 @@ def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, le
         words: The overrides of the configuration, mesh included.
         where: The slice.
         call: What runs, as in `moezoo.tools.sharding.describe.describe`.
-        least: Leave out what needs the traced program where the memory does not fit.
+        least: Leave out what needs the traced program where the memory does not fit. Where not even the arguments and
+            gradients of a step do, their bytes are `bytes_per_device`, and nothing is traced.
     """
     words = tuple(words)
     try:
         cfg = compose(*words)
+        if least and call == "train" and (row := _too_large(words, cfg, where)):
+            return row
         cfg, row = _laid_out(words, cfg, where, call)
         return row if least and not row.fits else _timed(row, cfg, where, call)
     except UserError as error:
         return refused(words, where, str(error))
+
+
+def with_memory(row: PlanRow, where: Slice, call: CallName) -> PlanRow:
+    """Return a row with what is held, where `estimate(least=True)` gave only its arguments and gradients."""
+    known = row.memory is not None or row.bytes_per_device is None
+    return row if known else _laid_out(row.words, compose(*row.words), where, call)[1]
 
 
 def refused(words: Sequence[str], where: Slice, reason: str) -> PlanRow:
@@ -135,6 +144,15 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
     split += (str(execution.pipeline),)
     inner = tuple(execution.inner_group(axis).axes for axis in ("heads", "mlp", "vocab"))
     return stored, split, inner, str(cfg.dispatch) if group.size > 1 else ""
+
+
+def _too_large(words: tuple[str, ...], cfg: TrainConfig, where: Slice) -> PlanRow | None:
+    """Return the row of a step of which not even arguments and gradients fit; None if they do."""
+    held, room = least_footprint(cfg, target_of(where)), where.chip.predicted_bytes
+    if held <= room:
+        return None
+    reason = f"{show_bytes(held)} of arguments and gradients, where at most {show_bytes(room)} fits"
+    return refused(words, where, reason)._replace(bytes_per_device=held)
 
 
 def _laid_out(words: tuple[str, ...], cfg: TrainConfig, where: Slice, call: CallName) -> tuple[TrainConfig, PlanRow]:
@@ -261,7 +279,8 @@ def distinct(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """Return the rows without those that equal an earlier one in memory and all times: the same program."""
     found: dict[Any, PlanRow] = {}
     for row in rows:
-        found.setdefault((row.bytes_per_device, tuple((row.seconds or {}).items()), row.unoverlapped_seconds), row)
+        times = tuple((row.seconds or {}).items()) or row.words  # what is not timed may be another program
+        found.setdefault((row.bytes_per_device, times, row.unoverlapped_seconds), row)
     return list(found.values())
 
 
