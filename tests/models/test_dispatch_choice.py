@@ -212,7 +212,7 @@ def test_evaluation_and_a_call_do_not_take_the_strategy_of_training():
 
 def test_ragged_on_gpus_is_refused_without_its_flag(monkeypatch):
     """So is a run, but not one in which nothing moves, nor a mesh that is given, as to compile for absent devices."""
-    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    monkeypatch.setattr("moezoo.parallel.mesh_execution.target_of", lambda mesh: Target("cuda", "9.0"))
     cfg, single = (moezoo.compose("dispatch=ragged", f"mesh={mesh}", "batch_size=8") for mesh in ("ep8", "single"))
     monkeypatch.delenv("XLA_FLAGS")
     with refused("dispatch=ragged", "corrupts gradients on GPUs", "dispatch=ring", f"XLA_FLAGS={GPU_FLAG}"):

@@ -205,7 +205,7 @@ def test_rules_for_an_axis_of_one_device():
 def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, attention):
     """What a step is compiled for, which setting names a backend, and why one made for the chip is passed over."""
     cfg = moezoo.compose(*words.split())
-    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target(*target.split()))
+    monkeypatch.setattr("moezoo.parallel.mesh_execution.target_of", lambda mesh: Target(*target.split()))
     found = kernel_lines(on_mesh(build_execution(cfg)), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
     assert found == [f"grouped_matmul: {product}", f"attention: {attention}"]
 
@@ -213,7 +213,7 @@ def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, 
 def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
     """They take the portable backend, because others need whole stacks."""
     cfg = moezoo.compose("execution.dtype=bfloat16")
-    monkeypatch.setattr("moezoo.parallel.execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    monkeypatch.setattr("moezoo.parallel.mesh_execution.target_of", lambda mesh: Target("cuda", "9.0"))
     rounded = functools.partial(BlockFP8.rounded, size=(4, 4))
     change = lambda model: store(model, lambda path: ".experts." in path, rounded)  # noqa: E731
     stacks = Blueprint(cfg.model, change=change).shapes.stacks
