@@ -9,7 +9,7 @@
 
 import contextlib
 import dataclasses
-from typing import Any, Literal, Self
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -31,6 +31,7 @@ UNSPLIT = Rules("unsplit", {}, {}, (), ())
 DType = Literal["float32", "bfloat16"]
 StoredDType = Literal["float32", "bfloat16", "float16"]
 RoutingChoice = Literal["learned", "random", "balanced"]
+_Same = TypeVar("_Same", bound="Execution")  # beartype does not take `Self` in methods that are checked one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +119,12 @@ class Execution:
             )
 
     @property
-    def in_turn(self) -> Self:
+    def in_turn(self: _Same) -> _Same:
         """The execution in which all devices run all layers, as calls of a model and generation do."""
         return dataclasses.replace(self, pipeline=None)
 
     @property
-    def exact(self) -> Self:
+    def exact(self: _Same) -> _Same:
         """The same execution with a strategy that drops nothing. Evaluation and generation use it."""
         return dataclasses.replace(self, dispatch=None if self.dispatch is None else self.dispatch.exact)
 

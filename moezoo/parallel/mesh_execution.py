@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -59,7 +59,7 @@ class MeshExecution(Execution):
         return (STAGE,) if self.stages > 1 else ()
 
     @property
-    def within_stage(self) -> Self:
+    def within_stage(self) -> "MeshExecution":
         """The execution of layers that are piped; the same one without a pipeline."""
         return dataclasses.replace(self, in_stage=self.in_stage or self.stages > 1)
 
@@ -118,7 +118,7 @@ class MeshExecution(Execution):
             balanced_order(length, devices) if devices > 1 and self.sequence_order == "balanced" else np.arange(length)
         )
 
-    def for_rows(self, rows: int) -> Self:
+    def for_rows(self, rows: int) -> "MeshExecution":
         """Return the execution for a batch of `rows` whole sequences, split over the most devices that divide it.
 
         Devices along the other axes repeat the same computation, except the experts' work, which they always share.
