@@ -20,7 +20,7 @@ from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.liveness import SAME, Held, widest
 from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.mesh_execution import MeshExecution
-from moezoo.parallel.traces import equations
+from moezoo.parallel.traces import equations, scan_counts
 from moezoo.parallel.traffic import Phase
 from moezoo.parallel.weight_mover import WeightMover
 
@@ -132,7 +132,7 @@ def layer_loops(traced: ClosedJaxpr, phase: Phase) -> Iterator[JaxprEqn]:
 def held_in(loop: JaxprEqn, traced: ClosedJaxpr, platform: str) -> Held:
     """Return what a loop of a traced program holds, with what the program makes before for all iterations to read."""
     makers = _makers_beside(loop.outvars[0], traced.jaxpr)
-    read = {_source(x, makers) for x in loop.invars[: loop.params["num_consts"]]}
+    read = {_source(x, makers) for x in loop.invars[: scan_counts(loop)[0]]}
     shared = sum(_bytes(x.aval) for x in read if x in makers)
     bytes, parts = widest(loop, platform)
     return Held(bytes + shared, {**parts, "arrays that all layers read": shared})
@@ -164,7 +164,7 @@ def saved_by(loop: JaxprEqn) -> int:
 
 
 def _stacked(loop: JaxprEqn) -> list[Any]:
-    return [x.aval for x in loop.outvars[loop.params["num_carry"] :]]
+    return [x.aval for x in loop.outvars[scan_counts(loop)[1] :]]
 
 
 def _bytes(x: Any) -> int:

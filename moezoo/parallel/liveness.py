@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from moezoo.parallel.traces import COLLECTIVES, Equation, branch_for
+from moezoo.parallel.traces import COLLECTIVES, Equation, branch_for, scan_counts
 
 # What compilers join with what reads it.
 _ELEMENTWISE = frozenset(
@@ -90,8 +90,9 @@ def widest(loop: JaxprEqn, platform: str) -> Held:
         loop: A scan, a loop that ends on a condition, or a conditional, of one device.
         platform: What it is compiled for.
     """
-    count = loop.params.get("num_consts", loop.params.get("body_nconsts", len(loop.invars)))
-    carried = loop.params.get("num_carry", len(loop.outvars))
+    count, carried = loop.params.get("body_nconsts", len(loop.invars)), len(loop.outvars)
+    if loop.primitive.name == "scan":
+        count, carried = scan_counts(loop)
     bodies = jax.tree.leaves(loop.params[_LOOPS[loop.primitive.name]], is_leaf=_is_program)
     return max((_Body(each.jaxpr, platform, count, carried).widest() for each in bodies), key=lambda held: held.bytes)
 
@@ -142,7 +143,11 @@ class _Body:
             scope = Equation(each, None, {}, here).scope
             reads = tuple(x for x in read if x is not None)
             written = zip(makes.values(), read[_first_carried(each) :], strict=False)
-            places = {x: y for x, y in itertools.islice(written, each.params.get("num_carry")) if y is not None}
+            places = {
+                x: y
+                for x, y in itertools.islice(written, scan_counts(each)[1] if kind == "scan" else None)
+                if y is not None
+            }
             body = widest(each, self.platform).bytes if kind in _LOOPS else 0
             self.steps.append(_Step(kind, each, reads, tuple(makes.values()), scope, body, places))
 
@@ -285,7 +290,7 @@ def _first_carried(each: JaxprEqn) -> int:
     """Return the number of the operand in whose place the first result of an operation is written."""
     kind, counts = each.primitive.name, each.params
     if kind == "scan":
-        return counts["num_consts"]
+        return scan_counts(each)[0]
     if kind == "while":
         return counts["cond_nconsts"] + counts["body_nconsts"]
     return 0 if kind == "dynamic_update_slice" or kind.startswith("scatter") else len(each.invars)

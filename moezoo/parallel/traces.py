@@ -77,6 +77,17 @@ def phase_of(path: str) -> Phase:
     return "backward" if "transpose(" in path else "forward" if "jvp(" in path else "outside"
 
 
+def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
+    """Return how many operands of a scan all iterations read, and how many it carries.
+
+    What it cuts into slices and what it stacks has a dimension more outside than in its body. jax 0.12 names no counts.
+    """
+    body = scan.params["jaxpr"]
+    carried = sum(x.ndim == y.aval.ndim for x, y in zip(body.out_avals, scan.outvars, strict=True))
+    whole = sum(x.ndim == y.aval.ndim for x, y in zip(body.in_avals, scan.invars, strict=True))
+    return whole - carried, carried
+
+
 def equations(jaxpr: ClosedJaxpr | Jaxpr, platform: str | None = None) -> Iterator[Equation]:
     """Yield every equation of a traced program that its results or effects need, inner programs included.
 

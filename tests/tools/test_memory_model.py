@@ -9,6 +9,7 @@ from moezoo.config.build import blueprint_on, build_execution
 from moezoo.models.layer_memory import layer_loops, layer_memories, layer_memory, saved_by
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import mesh_of
+from moezoo.parallel.traces import scan_counts
 from moezoo.tools.absent import absent_devices
 from moezoo.tools.calls import CALLS
 from moezoo.tools.compiling import memory_of
@@ -212,7 +213,7 @@ def test_what_a_stage_holds(order):
 def test_saved_activations_of_stages_are_those_of_the_traced_step(remat):
     """Within the coordinates of tokens: before the stages, in ticks and after them."""
     step = step_on(Target("tpu"), "model=deepseek", "model.layers=8", *STAGED, f"execution.remat={remat}")
-    loops = [loop for loop in layer_loops(step.traced.jaxpr, "forward") if loop.params["num_carry"]]
+    loops = [loop for loop in layer_loops(step.traced.jaxpr, "forward") if scan_counts(loop)[1]]
     # Outside of ticks a loop over micro-batches, which carries nothing, is around that over layers.
     traced = saved_by(loops[0]) * loops[0].params["length"]
     held = {m.name.removeprefix("backward pass of "): dict(m.terms) for m in step_footprint(step).moments}
