@@ -15,7 +15,8 @@ Programs have three warpgroups: two compute one block each, and the third loads 
 ring of buffers in shared memory. Operands are in bfloat16; scores, sums and numbers per query are in float32. Weights
 and gradients of scores go through shared memory, rounded to bfloat16, as operands of the next product.
 
-Nothing here asks for a device: programs are compiled where there is none, and interpreted on a CPU. None has been run.
+Nothing here asks for a device: programs are compiled where there is none, and interpreted on a CPU.
+Runs on an H200 are in docs/benchmarks.md.
 """
 
 import functools

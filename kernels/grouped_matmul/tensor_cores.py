@@ -11,7 +11,8 @@ stores those of its group. Loads run ahead of the products in a ring of buffers 
 Rows beyond the last group are one more group, whose result is zero. The number of tasks is known when a program is
 traced; those that are not needed have no rows. Operands are in bfloat16, sums in float32.
 
-Nothing here asks for a device: programs are compiled where there is none, and interpreted on a CPU. None has been run.
+Nothing here asks for a device: programs are compiled where there is none, and interpreted on a CPU.
+Runs on an H200 are in docs/benchmarks.md.
 """
 
 import functools
