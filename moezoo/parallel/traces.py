@@ -83,8 +83,10 @@ def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     What it cuts into slices and what it stacks has a dimension more outside than in its body. jax 0.12 names no counts.
     """
     body = scan.params["jaxpr"]
-    carried = sum(x.ndim == y.aval.ndim for x, y in zip(body.out_avals, scan.outvars, strict=True))
-    whole = sum(x.ndim == y.aval.ndim for x, y in zip(body.in_avals, scan.invars, strict=True))
+    results: list[Any] = [x.aval for x in scan.outvars]
+    operands: list[Any] = [x.aval for x in scan.invars]
+    carried = sum(x.ndim == y.ndim for x, y in zip(body.out_avals, results, strict=True))
+    whole = sum(x.ndim == y.ndim for x, y in zip(body.in_avals, operands, strict=True))
     return whole - carried, carried
 
 
