@@ -30,8 +30,8 @@ def by_table(text: str) -> pytest.MarkDecorator:
     """Parametrise a test by the rows of a table: what is refused, and the message of the refusal.
 
     The first row names the arguments, and "=>" is between columns. A line that is indented goes on with the row above
-    it, and one that begins with "# " is a comment.
+    it, and one that begins with "# " is a comment. All cells of a row but the message name its test.
     """
     lines = inspect.cleandoc(text).replace("\n    ", " ").split("\n")
     names, *rows = [tuple(cell.strip() for cell in line.split("=>")) for line in lines if not line.startswith("# ")]
-    return pytest.mark.parametrize(names, rows, ids=[first for first, *_ in rows])
+    return pytest.mark.parametrize(names, rows, ids=[" ".join(row[:-1]) for row in rows])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import deepseek_v3, mistral4, random_model
 
@@ -92,36 +92,19 @@ def test_tokens_that_end_a_text_may_be_inside(tmp_path):
     assert end_of_text(tmp_path / "m") == [3]
 
 
-# Keys of config.json, and parts of the message after its path.
-KEYS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"text_config": None}, (": text_config is missing", "kimi_k25")),
-    ({"text_config": [1]}, (": text_config=[1]: expected a table",)),
-    ({"text": {"model_type": None}}, (": text_config has no model_type", "deepseek_v3")),
-    ({"text": {"model_type": "kimi_k25"}}, (": text_config: unknown model_type 'kimi_k25'",)),
-    ({"text": {"n_group": 3}}, (": text_config.n_routed_experts=8", "n_group=3")),
-    ({"text": {"hidden_size": "x"}}, (": text_config.hidden_size=x: expected a whole number",)),
-    ({"text": {"gated_attention": True}}, (": text_config.gated_attention=true", "does not know")),
-    ({"text": {"num_hidden_layers": 1000}}, (" has text_config.num_hidden_layers=1000", "2 layers")),
-    ({"text": {"quantization_config": {"bits": 4}}}, (": text_config.quantization_config.quant_method is missing",)),
-    ({"quantization_config": {"bits": 4}}, (": quantization_config.quant_method is missing",)),
-    (
-        {"quantization_config": {"quant_method": "fp8"}, "text": {"quantization_config": {"quant_method": "mxfp4"}}},
-        (": quantization_config and text_config.quantization_config are one setting and differ",),
-    ),
-    ({"tie_word_embeddings": "x"}, (": tie_word_embeddings=x: expected true or false",)),
-    ({"n_group": 2}, (": n_group=2: moezoo does not know this key",)),
-    ({"kind": "mistral3"}, (": ignore_index=-100: moezoo does not know this key",)),
-    ({"kind": "mistral3", "ignore_index": None}, (": 1 tensor is not in the model of config.json: mm_projector.",)),
-    ({"kind": "mistral33"}, (": unknown model_type 'mistral33'; valid: ", "mistral3, ")),
-]
-
-
-@pytest.mark.parametrize(("keys", "parts"), KEYS, ids=[str(i) for i in range(len(KEYS))])
-def test_refused(tmp_path, keys, parts):
-    write(tmp_path / "m", **keys)
-    tensors = " is not in the model" in parts[0]
-    with refused(str(tmp_path / "m"), ("" if tensors else "config.json") + parts[0], *parts[1:]):
-        hub_model_config(tmp_path / "m") if not tensors else moezoo.from_pretrained(tmp_path / "m")
+@by_table(
+    """
+    keys => line
+    {"text": {"num_hidden_layers": 1000}} => : config.json has text_config.num_hidden_layers=1000 ... 2 layers
+    {"quantization_config": {"quant_method": "fp8"}, "text": {"quantization_config": {"quant_method": "mxfp4"}}}
+        => /config.json: quantization_config and text_config.quantization_config are one setting and differ
+    {"kind": "mistral3", "ignore_index": null} => : 1 tensor is not in the model of config.json: mm_projector.
+    """
+)
+def test_refused(tmp_path, keys, line):
+    write(tmp_path, **json.loads(keys))
+    with refused(f"{tmp_path}{line}"):
+        moezoo.from_pretrained(tmp_path)
 
 
 def test_the_outer_key_says_whether_embeddings_are_tied(tmp_path):

@@ -1,14 +1,20 @@
 """Tiny models of all families, in the variants that transformers also has."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 import moezoo
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
+from moezoo.hub.tensors import tensors
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, family_of
+from moezoo.models.blueprint import Blueprint
+from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
 from moezoo.nn.yarn import Yarn
@@ -145,6 +151,31 @@ CONFIGS = {
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
 }
+
+# One of each kind of config.json.
+PLAIN: dict[str, Any] = {
+    "mixtral": mixtral(),
+    "qwen3": qwen3(),
+    "olmoe": olmoe(clip_qkv=None),
+    "gpt_oss": gpt_oss(),
+    "v2": deepseek_v2(),
+    "v3": deepseek_v3(),
+    "v3.2": deepseek_v3(index_topk=8),
+    "mistral4": mistral4(),
+} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Return the config.json of a model in `PLAIN`, with rotary settings in one place, which tests change."""
+    keys = family_of(PLAIN[name]).hub.write(PLAIN[name])
+    return {key: value for key, value in keys.items() if key not in OLDER_ROPE}
+
+
+def write_zeros(folder: Path, name: str, **keys: Any) -> None:
+    """Write the files of a model in `PLAIN` whose numbers are zero, with some keys of config.json changed."""
+    (folder / "config.json").write_text(json.dumps(keys_of(name) | keys))
+    names = tensors(Blueprint(PLAIN[name]).shapes, family_of(PLAIN[name]).hub)
+    save_file({t.name: np.zeros(t.shape, np.float32) for t in names}, folder / "model.safetensors")
 
 
 def random_model(config):

@@ -1,0 +1,357 @@
+"""What a file of a folder may not hold: one line with the file, the key and what is expected; no array is made."""
+
+import json
+import os
+import re
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from few_bit_folders import FP8_CONFIG, int4_config
+from refusals import by_table, refused
+from safetensors.numpy import load_file, save_file
+from tiny_models import keys_of, write_zeros
+
+import moezoo
+from moezoo.hub.few_bits import read_quantization
+from moezoo.hub.folders import hub_model_config
+
+TENSORS = int4_config()
+# Words in the tables: what stands between the brackets of an object.
+WORDS: dict[str, dict[str, Any]] = {
+    "YARN": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    "FP8": FP8_CONFIG | {"weight_block_size": [128, 128]},
+    "TENSORS": TENSORS,
+    "INT4": TENSORS["config_groups"]["group_0"]["weights"],
+}
+
+
+def read(text: str) -> Any:
+    """Return the value of some JSON; of a key that is there twice, the last value."""
+    return json.loads(re.sub("|".join(WORDS), lambda word: json.dumps(WORDS[word[0]])[1:-1], text))
+
+
+def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a model in `PLAIN`, or of one inside a model for images, with other keys."""
+    if not name.startswith("kimi_k25"):
+        return keys_of(name) | keys
+    text = keys_of("v3") | {"model_type": "kimi_k2"} | (keys if name.endswith("text") else {})
+    outer = {"model_type": "kimi_k25", "text_config": text, "ignore_index": -100, "tie_word_embeddings": False}
+    return outer if name.endswith("text") else outer | keys
+
+
+@by_table(
+    r"""
+    name => keys => line
+    mixtral => {"model_type": ["mixtral"]} => unknown model_type '[mixtral]' ... valid:
+    mixtral => {"model_type": {"a": 1}} => unknown model_type '{a: 1}' ... valid: deepseek_v2
+    mixtral => {"num_attention_heads": 0, "head_dim": null} => num_attention_heads=0 ... at least 1
+    olmoe => {"num_attention_heads": 0} => num_attention_heads=0 ... at least 1
+    qwen3 => {"num_attention_heads": "2", "head_dim": null} => num_attention_heads=2: expected a whole number
+    mixtral => {"vocab_size": 1000000000000} => vocab_size=1000000000000 ... at most 2147483647
+    mixtral => {"vocab_size": 1000000000000000000000000000000}
+        => vocab_size=1000000000000000000000000000000 ... at most 2147483647
+    qwen3 => {"num_hidden_layers": 2147483648} => num_hidden_layers=2147483648 ... at most 2147483647
+    mixtral => {"vocab_size": true} => vocab_size=true: expected a whole number
+    mixtral => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
+    v2 => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
+    mixtral => {"head_dim": 0} => head_dim=0 ... at least 1
+    mixtral => {"head_dim": 7} => head_dim=7 ... even
+    mixtral => {"num_attention_heads": 3} => num_attention_heads=3 ... num_key_value_heads=2 ... multiple of 2
+    mixtral => {"rope_theta": 7.0} => rope_theta=7.0 and rope_parameters.rope_theta=100.0 are one setting ... delete
+    qwen3 => {"rope_scaling": {YARN, "factor": 8.0}, "rope_parameters": {YARN}}
+        => rope_scaling.factor=8.0 and rope_parameters.factor=4.0 are one setting ... delete
+    mixtral => {"num_experts": 9} => num_local_experts=8 and num_experts=9 are one setting ... delete
+    mixtral => {"router_jitter_noise": 0.1} => router_jitter_noise=0.1 ... only 0
+    mixtral => {"attention_bias": true} => attention_bias=true ... only false
+    mixtral => {"attention_dropout": 0.1} => attention_dropout=0.1 ... only 0
+    mixtral => {"tie_word_embeddings": 0} => tie_word_embeddings=0: expected true or false
+    mixtral => {"quantization_config": {"quant_method": "awq"}}
+        => quantization_config.quant_method=awq ... another version
+    mixtral => {"partial_rotary_factor": 0.5} => partial_rotary_factor=0.5 ... only 1
+    mixtral => {"rope_parameters": {YARN}} => rope_type=yarn ... only default and llama3
+    mixtral => {"\u001b[31mkey": 1} => '\x1b[31mkey'=1 ... does not know this key ... delete
+    olmoe => {"head_dim": 8} => head_dim=8 ... only 4
+    qwen3 => {"layer_types": ["full_attention"]} => layer_types=['full_attention'] ... does not know this key
+    qwen3 => {"use_qk_norm": false} => use_qk_norm=false ... only true
+    qwen3 => {"shared_expert_intermediate_size": 8} => shared_expert_intermediate_size=8 ... only 0
+    qwen3 => {"use_sliding_window": true, "max_window_layers": 2} => max_window_layers=2 ... only 0
+    qwen3 => {"mlp_only_layers": [0, 1, 2]} => decoder_sparse_step=1 ... mlp_only_layers=[0, 1, 2]
+    qwen3 => {"mlp_only_layers": [1.0]} => mlp_only_layers[0]=1.0: expected a whole number
+    gpt_oss => {"layer_types": ["full_attention", "full_attention"]}
+        => layer_types names 2 layers ... num_hidden_layers=5
+    gpt_oss => {"layer_types": ["chunked", "chunked", "chunked", "chunked", "chunked"]}
+        => layer_types names 'chunked' ... full_attention
+    gpt_oss => {"sliding_window": null} => sliding_window=null, but layer 0 of layer_types is sliding_attention
+    gpt_oss => {"swiglu_limit": -1.0} => swiglu_limit=-1.0 ... above 0
+    gpt_oss => {"experts_per_token": 3} => experts_per_token=3 ... only 2
+    glm => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
+    glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1
+    glm => {"n_group": 3} => n_routed_experts=8 ... n_group=3
+    glm => {"first_k_dense_replace": 2} => first_k_dense_replace=2 ... no layer of num_hidden_layers=2
+    glm => {"rope_parameters": {"partial_rotary_factor": 0.4}} => partial_rotary_factor=3 ... even
+    glm => {"rope_parameters": {"partial_rotary_factor": 1.5}} => partial_rotary_factor=1.5 ... at most 1
+    minimax => {"rotary_dim": 6} => rotary_dim=6 and partial_rotary_factor=0.5 are one setting ... delete
+    minimax => {"attn_type_list": [1, 0]} => attn_type_list=[1, 0] ... only [1, 1]
+    minimax => {"qk_norm_type": "per_head"} => qk_norm_type=per_head ... only per_layer
+    minimax => {"use_routing_bias": false} => use_routing_bias=false ... only true
+    minimax => {"shared_intermediate_size": 8} => shared_intermediate_size=8 ... only 0
+    minimax => {"sliding_window": 8} => sliding_window=8 ... another version
+    hy => {"mlp_layer_types": ["dense"]} => mlp_layer_types names 1 layers ... num_hidden_layers=3
+    hy => {"first_k_dense_replace": 2} => first_k_dense_replace=2 contradicts mlp_layer_types ... delete
+    hy => {"expert_hidden_dim": 8} => expert_hidden_dim=8 ... only 12
+    hy => {"route_norm": false} => route_norm=false ... only true
+    dots => {"layer_types": ["full_attention", "sliding_attention"]} => layer_types= ... only one window
+    dots => {"layer_types": null, "max_window_layers": 1} => layer_types= ... max_window_layers=1
+    dots => {"moe_layer_freq": 2} => moe_layer_freq=2 ... only 1
+    ernie => {"use_bias": true} => use_bias=true ... only false
+    ernie => {"moe_norm_min": -1.0} => moe_norm_min=-1.0 ... at least 0
+    ernie => {"moe_layer_start_index": 2} => moe_layer_interval=1 ... moe_layer_start_index=2 ... no layer
+    v3 => {"n_group": 0} => n_group=0 ... at least 1
+    v3 => {"n_group": 3} => n_routed_experts=8 ... n_group=3
+    v3 => {"topk_group": 0} => topk_group=0 ... at least 1
+    v3 => {"first_k_dense_replace": 2} => first_k_dense_replace=2 ... num_hidden_layers=2 ... below 2
+    v3 => {"n_shared_experts": false} => n_shared_experts=false: expected a whole number
+    v3 => {"norm_topk_prob": "no"} => norm_topk_prob=no: expected true or false
+    v3 => {"moe_layer_freq": 2} => moe_layer_freq=2 ... only 1
+    v3 => {"scoring_func": "softmax"} => scoring_func=softmax ... only sigmoid
+    v3 => {"topk_method": "greedy"} => topk_method=greedy ... only noaux_tc
+    v3 => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
+    v3 => {"gated_attention": true} => gated_attention=true ... does not know this key
+    v3 => {"qk_head_dim": 15} => qk_head_dim=15 ... only 14
+    v3 => {"mlp_layer_types": ["dense", "sparse"]} => mlp_layer_types=['dense', 'sparse'] ... does not know this key
+    v3 => {"index_topk": 8} => index_topk=8 ... does not know this key
+    v3 => {"model_type": "glm4_moe_lite", "first_k_dense_replace": 0} => first_k_dense_replace=0 ... only 1
+    v3 => {"model_type": "glm4_moe_lite", "head_dim": 14} => head_dim=14 ... only 8
+    v3.2 => {"mlp_layer_types": ["sparse", "dense"]} => mlp_layer_types=[sparse, dense] ... dense before all sparse
+    v3.2 => {"mlp_layer_types": ["sparse", "moe"]} => mlp_layer_types[1]=moe: expected one of dense, sparse
+    v3.2 => {"mlp_layer_types": ["sparse", "sparse"]} => first_k_dense_replace=1 ... only 0
+    v3 => {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense"], "first_k_dense_replace": 2}
+        => mlp_layer_types=2 ... num_hidden_layers=2 ... below 2
+    v3.2 => {"layer_types": ["full_attention", "full_attention"]}
+        => layer_types names 'full_attention' ... expected indexed_attention
+    v3.2 => {"layer_types": ["indexed_attention"]} => layer_types names 1 layers, but num_hidden_layers=2
+    v3.2 => {"moe_router_dtype": "bfloat16"} => moe_router_dtype=bfloat16 ... only float32
+    v3.2 => {"rope_interleave": false} => rope_interleave=false ... only true
+    v3.2 => {"q_lora_rank": null} => index_topk=8 needs q_lora_rank
+    v3.2 => {"index_topk": 0} => index_topk=0 ... at least 1
+    mistral4 => {"scoring_func": "sigmoid"} => scoring_func=sigmoid ... only softmax
+    mistral4 => {"head_dim": 8} => head_dim=8 ... only 14
+    mistral4 => {"rope_parameters": {YARN}} => rope_parameters.llama_4_scaling_beta is missing
+    mistral4 => {"rope_parameters": {"llama_4_scaling_beta": 0.1}} => rope_type=default ... only yarn
+    mistral4 => {"rope_parameters": {YARN, "llama_4_scaling_beta": -1}} => llama_4_scaling_beta=-1.0 ... at least 0
+    mistral4 => {"rope_parameters": {YARN, "llama_4_scaling_beta": 0}, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": false} => llama_4_scaling_beta=0, n_group=1 and norm_topk_prob=false are not built together
+    mistral4 => {"rope_parameters": {YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}}
+        => partial_rotary_factor=0.5: expected 0.571 ... qk_rope_head_dim=8
+    v2 => {"scoring_func": "sigmoid"} => scoring_func=sigmoid ... only softmax
+    v2 => {"topk_method": "noaux_tc"} => topk_method=noaux_tc: expected one of greedy, group_limited_greedy
+    v2 => {"norm_topk_prob": true} => norm_topk_prob=true ... only false
+    v3 => {"rope_parameters": {YARN, "rope_theta": 1}} => rope_theta=1.0 ... greater than 1
+    v3 => {"rope_parameters": {YARN, "beta_fast": 0}} => beta_fast=0.0 ... above 0
+    v3 => {"rope_parameters": {YARN, "factor": 0}} => factor=0.0 ... at least 1
+    v3 => {"rope_parameters": {YARN, "truncate": null}} => rope_parameters.truncate=null: expected true or false
+    v3 => {"rope_parameters": {YARN, "long_factor": [1]}} => rope_parameters.long_factor=[1] ... does not know
+    v3 => {"rope_scaling": {YARN, "partial_rotary_factor": 0.5}, "rope_parameters": null}
+        => rope_scaling.partial_rotary_factor=0.5
+    kimi_k25 => {"text_config": null} => text_config is missing ... kimi_k25
+    kimi_k25 => {"text_config": [1]} => text_config=[1]: expected a table
+    kimi_k25 text => {"model_type": null} => text_config has no model_type ... deepseek_v3
+    kimi_k25 text => {"model_type": "kimi_k25"} => text_config: unknown model_type 'kimi_k25'
+    kimi_k25 text => {"n_group": 3} => text_config.n_routed_experts=8 ... n_group=3
+    kimi_k25 text => {"hidden_size": "x"} => text_config.hidden_size=x: expected a whole number
+    kimi_k25 text => {"gated_attention": true} => text_config.gated_attention=true ... does not know
+    kimi_k25 text => {"quantization_config": {"bits": 4}} => text_config.quantization_config.quant_method is missing
+    kimi_k25 => {"quantization_config": {"bits": 4}} => quantization_config.quant_method is missing
+    kimi_k25 => {"tie_word_embeddings": "x"} => tie_word_embeddings=x: expected true or false
+    kimi_k25 => {"n_group": 2} => n_group=2: moezoo does not know this key
+    kimi_k25 => {"model_type": "mistral3"} => ignore_index=-100: moezoo does not know this key
+    kimi_k25 => {"model_type": "mistral33"} => unknown model_type 'mistral33'; valid: ... mistral3,
+    """
+)
+def test_keys(tmp_path, name, keys, line):
+    (tmp_path / "config.json").write_text(json.dumps(change_keys(name, read(keys))))
+    with refused(f"{tmp_path}/config.json: {line}"):
+        moezoo.from_pretrained(tmp_path)
+
+
+@by_table(
+    """
+    table => line
+    {"quant_method": "bitsandbytes", "load_in_4bit": true} => .quant_method=bitsandbytes: READ
+    {"quant_method": "gptq", "bits": 4} => .quant_method=gptq: READ ... another version
+    {"quant_method": "awq", "bits": 4} => .quant_method=awq: READ ... to bfloat16 first
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"} => .quant_method=modelopt: READ
+    {"quant_method": 8} => .quant_method=8: expected
+    {"bits": 4} => .quant_method is missing
+    ["fp8"] => =['fp8']: expected a table
+    {FP8, "fmt": "e5m2"} => .fmt=e5m2 ... only e4m3
+    {FP8, "weight_block_size": [128]} => .weight_block_size=[128]: expected two sizes
+    {FP8, "weight_block_size": [0, 128]} => .weight_block_size= ... at least 1
+    {FP8, "weight_block_size": "128"} => .weight_block_size=128: expected
+    {FP8, "expert_dtype": "fp4"} => .expert_dtype=fp4: moezoo does not know this key
+    {TENSORS, "num_bits": 4} => .num_bits=4: moezoo does not know
+    {TENSORS, "format": "float-quantized"} => .format=float-quantized: READ
+    {TENSORS, "format": "nvfp4-pack-quantized"} => .format=nvfp4-pack-quantized: READ
+    {TENSORS, "format": "mxfp4-pack-quantized"} => .format=mxfp4-pack-quantized: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 3}}}} => .config_groups.g.weights.num_bits=3: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 5}}}} => .config_groups.g.weights.num_bits=5: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 8}}}} => .config_groups.g.weights.num_bits=8: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "symmetric": false}}}}
+        => .config_groups.g.weights.symmetric=false: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "type": "float", "group_size": 16}}}}
+        => .config_groups.g.weights.type=float: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "strategy": "channel", "group_size": -1}}}}
+        => .config_groups.g.weights.strategy=channel: READ
+    {TENSORS, "config_groups": {"g": {"weights": {INT4, "group_size": 0}}}}
+        => .config_groups.g.weights.group_size=0 must be at least 1
+    {TENSORS, "config_groups": null} => .config_groups has 0 sizes of groups: READ
+    {TENSORS, "config_groups": {"a": {"weights": null}}} => .config_groups.a has no weights: READ
+    {TENSORS, "config_groups": {"a": {"weights": {INT4}}, "b": {"weights": {INT4, "group_size": 64}}}}
+        => .config_groups has 2 sizes of groups
+    {TENSORS, "config_groups": {"a": {"weights": {INT4}, "input_activations": {"num_bits": 8}}}}
+        => .config_groups.a.input_activations=
+    {TENSORS, "kv_cache_scheme": {"num_bits": 8}} => .kv_cache_scheme=
+    """
+)
+def test_schemes_of_few_bits(table, line):
+    reads = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits"
+    with refused(f"config.json: quantization_config{line.replace('READ', reads)}"):
+        read_quantization({"quantization_config": read(table)})
+
+
+@by_table(
+    """
+    name => keys => line
+    mixtral => {"num_hidden_layers": 10000} => num_hidden_layers=10000 ... 2 layers
+    qwen3 => {"num_hidden_layers": 1000000000} => num_hidden_layers=1000000000 ... at most 10000
+    v3 => {"num_hidden_layers": 10000} => num_hidden_layers=10000 ... 2 layers
+    mixtral => {"num_local_experts": 100000000} => num_local_experts=100000000 ... 8 experts
+    mixtral => {"vocab_size": 2000000000} => embed_tokens.weight ... [40, 16] ... [2000000000, 16]
+    v3 => {"intermediate_size": 2000000000} => gate_proj.weight ... [20, 16] ... [2000000000, 16]
+    mixtral => {"num_attention_heads": 2000000000, "head_dim": 2000000000}
+        => q_proj.weight ... [32, 16] ... [4000000000000000000, 16]
+    """
+)
+def test_sizes_are_compared_before_anything_is_built(tmp_path, name, keys, line):
+    write_zeros(tmp_path, name, **read(keys))
+    for load in (moezoo.from_pretrained, hub_model_config) if "layers" in line else (moezoo.from_pretrained,):
+        with refused(f"{tmp_path} ... {line}"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
+        (b'{"model_type": ' + b"[" * 400 + b"]" * 400 + b"}", "is nested too deeply"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "has a whole number of 5000 digits"),
+        (b'{"rms_norm_eps": NaN}', "has NaN"),
+        (b'{"rope_theta": -Infinity}', "has -Infinity"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "has the key vocab_size twice"),
+        (b'{"\\u001b[1m": 1, "\\u001b[1m": 2}', "has the key '\\x1b[1m' twice"),
+        (bytes(range(128, 256)), "is binary data, expected JSON in UTF-8"),
+        ('{"model_type": "mixtral"}'.encode("utf-16"), "is UTF-16 text, expected JSON in UTF-8"),
+        (b"[1]", "is not a JSON object"),
+    ],
+)
+def test_text_that_is_no_configuration(tmp_path, text, line):
+    (tmp_path / "config.json").write_bytes(text)
+    with refused(f"{tmp_path}/config.json {line}", "download it again"):
+        moezoo.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_only_regular_files_are_opened(tmp_path, file):
+    """A pipe would never end."""
+    write_zeros(tmp_path, "mixtral")
+    path = tmp_path / file
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with refused(f"{path} is no regular file"):
+        moezoo.from_pretrained(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with refused(f"{path} is a folder"):
+        moezoo.from_pretrained(tmp_path)
+
+
+def change(edit):
+    """Return what changes the tensors of a file by a function of them."""
+    return lambda path: save_file(edit(load_file(path)), path)
+
+
+def add(*names):
+    return change(lambda tensors: tensors | dict.fromkeys(names, np.ones(2, np.float32)))
+
+
+def cut(size):
+    return lambda path: path.write_bytes(path.read_bytes()[:size])
+
+
+def change_header(edit):
+    """Return what changes the text of a safetensors header."""
+
+    def write(path):
+        data = path.read_bytes()
+        end = 8 + struct.unpack("<Q", data[:8])[0]
+        header = edit(data[8:end].decode().rstrip()).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + data[end:])
+
+    return write
+
+
+def repeat_a_tensor(header):
+    """Return a header whose tensor lm_head.weight is there twice."""
+    start = header.index('"lm_head.weight"')
+    return f"{header[:-1]},{header[start : header.index('}', start) + 1]}}}"
+
+
+def index(**where):
+    """Return what writes an index that places some tensors in other files."""
+
+    def write(path):
+        names = dict.fromkeys(load_file(path), path.name) | where
+        (path.parent / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    return write
+
+
+def deepen(header):
+    return '{"__metadata__":' + "[" * 10**5 + "]" * 10**5 + "," + header[1:]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (change(lambda tensors: {}), "hold no tensor ... download"),
+        (cut(0), "cannot be read ... 0 bytes ... download"),
+        (cut(40), "cannot be read ... 40 bytes"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 2**63) + b"{}"), "cannot be read ... 10 bytes"),
+        (change_header(repeat_a_tensor), "lm_head.weight twice"),
+        (change_header(deepen), "header is nested too deeply"),
+        (change_header(lambda header: header.replace('"F32"', '"\\u001b[1m"', 1)), "cannot be read ... download"),
+        (add("\x1b[31mred"), "1 tensor is not in the model ... '\\x1b[31mred'"),
+        (add(f"model.layers.{'9' * 5000}.norm"), "1 tensor is not in the model ... model.layers.999"),
+        (add(*(f"extra_{i}" for i in range(100))), "100 tensors are not in the model ... extra_0 ... and 40 more"),
+        (
+            index(**{"lm_head.weight": "\ud800.safetensors"}),
+            "places lm_head.weight in '\\ud800.saf ... do not trust it",
+        ),
+        (index(**{"\ud800": "model.safetensors"}), "has no '\\ud800' but the index"),
+    ],
+)
+def test_damaged_safetensors(tmp_path, spoil, line):
+    write_zeros(tmp_path, "mixtral")
+    spoil(tmp_path / "model.safetensors")
+    with refused(f"{tmp_path} ... {line}"):
+        moezoo.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["foo", "int8", "float64", "float8_e4m3fn", "", np.complex64, np.bool_])
+def test_parameters_have_a_dtype_of_weights(tmp_path, dtype):
+    write_zeros(tmp_path, "mixtral")
+    shown = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    with refused(f"dtype={shown}: expected one of bfloat16, float16, float32"):
+        moezoo.from_pretrained(tmp_path, dtype=dtype)
