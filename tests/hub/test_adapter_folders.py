@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapter_cases import PREFIX, delta, model_of, numbers, pairs_of, read, with_pairs, write
-from refusals import refused
-from safetensors.numpy import load_file, save_file
+from refusals import by_table, refused
+from safetensors.numpy import load_file
 from tiny_models import CONFIGS, mixtral
 
 import moezoo
@@ -341,167 +341,114 @@ def test_an_adapter_is_loaded_beside_its_own_base(tmp_path):
     assert pairs_of(load_adapter(models[1], own))  # where nothing is known of the weights
 
 
-# What of the two files is changed -> parts of the message after the adapter's folder.
-ONE = "0.self_attn.q_proj"
-A, B = (f"{PREFIX}{ONE}.lora_{part}.weight" for part in "AB")
-EXPERT = f"{PREFIX}1.block_sparse_moe.experts.1.w1"
-
-
-def with_key(**keys: Any) -> Any:
-    return lambda config, tensors: config.update(keys)
-
-
-def with_tensor(name: str, change: Any) -> Any:
-    return lambda config, tensors: tensors.update({name: change(tensors[name])})
-
-
-def with_tensor_of(module: str, shape: tuple[int, ...]) -> Any:
-    return lambda config, tensors: tensors.update({f"base_model.model.{module}.weight": np.zeros(shape, np.float32)})
-
-
-def put(x: np.ndarray, value: float) -> np.ndarray:
-    changed = x.copy()
-    changed.flat[5] = value
-    return changed
-
-
-WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "another method": (with_key(peft_type="IA3"), ("/adapter_config.json: peft_type=IA3, expected LORA",)),
-    "no method": (lambda c, t: c.pop("peft_type"), ("/adapter_config.json: peft_type=null, expected LORA",)),
-    "dora": (with_key(use_dora=True), ("/adapter_config.json: use_dora=true computes something else", "false")),
-    "bias": (with_key(bias="lora_only"), ("/adapter_config.json: bias=lora_only", "expected none", "merge")),
-    "a whole weight": (
-        with_tensor_of("lm_head", (40, 16)),
-        (": base_model.model.lm_head.weight is a whole weight that differs from the base's; merge with PEFT, then",),
-    ),
-    "a resized weight": (
-        with_tensor_of("lm_head", (41, 16)),
-        (": base_model.model.lm_head.weight has shape [41, 16], expected [40, 16]",),
-    ),
-    "an unknown weight": (
-        with_tensor_of("score", (40, 16)),
-        (": no weight of this model has these: base_model.model.score.weight", "merge with PEFT, then load"),
-    ),
-    "tokens": (with_key(trainable_token_indices=[3]), ("/adapter_config.json: trainable_token_indices=", "merge")),
-    "changed base": (with_key(init_lora_weights="pissa"), ("/adapter_config.json: init_lora_weights=pissa", "merge")),
-    "unknown key": (with_key(spin=2), ("/adapter_config.json: unknown key spin=2", "merge")),
-    "rank is text": (with_key(r="two"), ("/adapter_config.json: r=two: expected a whole number",)),
-    "no rank": (
-        with_key(r=0),
-        ("/adapter_config.json: the pair of model.layers.0.self_attn.q_proj has rank 2", "but 0 by r"),
-    ),
-    "ranks are a list": (with_key(rank_pattern=[1]), ("/adapter_config.json: rank_pattern=[1]",)),
-    "alpha is text": (with_key(lora_alpha="x"), ("/adapter_config.json: lora_alpha=x: expected a number",)),
-    "another rank": (
-        with_key(r=3),
-        ("/adapter_config.json: the pair of model.layers.", "has rank 2 in adapter_model.safetensors, but 3 by"),
-    ),
-    "no scale": (
-        with_key(lora_alpha=0),
-        ("/adapter_config.json: lora_alpha or alpha_pattern has 0 for model.layers.",),
-    ),
-    "infinite scale": (with_key(alpha_pattern={"q_proj": 1e999}), ("/adapter_config.json", "Infinity", "not JSON")),
-    "slow pattern": (
-        with_key(rank_pattern={"(a+)+z": 1}),
-        ("/adapter_config.json: rank_pattern has (a+)+z", "never end"),
-    ),
-    "many repeats": (with_key(alpha_pattern={".*.*.*.*.*z": 1}), ("/adapter_config.json: alpha_pattern has",)),
-    "one matrix": (lambda c, t: t.pop(B), (": model.layers.0.self_attn.q_proj has only one of lora_A and lora_B",)),
-    "NaN": (with_tensor(A, lambda x: put(x, np.nan)), (": the pair of model.layers.0.self_attn.q_proj has NaN",)),
-    "infinite": (with_tensor(B, lambda x: put(x, np.inf)), (": the pair of model.layers.0.self_attn.q_proj has NaN",)),
-    "integers": (
-        with_tensor(A, lambda x: x.astype(np.int32)),
-        (": model.layers.0.self_attn.q_proj has a matrix", "in I32, expected", "F32"),
-    ),
-    "other sizes": (
-        with_tensor(A, lambda x: x[:, 1:].copy()),
-        (": model.layers.0.self_attn.q_proj has lora_A [2, 15] and lora_B [32, 2], expected [rank, 16]", "another"),
-    ),
-    "one dimension": (
-        with_tensor(A, lambda x: x[0].copy()),
-        (": model.layers.0.self_attn.q_proj has a matrix of shape [16] in",),
-    ),
-    "a number": (
-        with_tensor(A, lambda x: np.array(x[0, 0])),
-        (": model.layers.0.self_attn.q_proj has a matrix of shape [] in",),
-    ),
-    "rank 0": (
-        lambda c, t: t.update({A: t[A][:0].copy(), B: t[B][:, :0].copy()}),
-        (": model.layers.0.self_attn.q_proj has a matrix of shape [0, 16] in",),
-    ),
-    "a name of another model": (
-        lambda c, t: t.update({f"{PREFIX}0.mlp.gate_proj.lora_{x}.weight": t[A] for x in "AB"}),
-        (": no weight of this model has these: ", "mlp.gate_proj", "another model"),
-    ),
-    "a layer too many": (
-        lambda c, t: t.update({name.replace("layers.0", "layers.2"): t[name] for name in (A, B)}),
-        (": no weight of this model has these: ", "layers.2"),
-    ),
-    "another tensor": (
-        lambda c, t: t.update({f"{PREFIX}0.self_attn.q_proj.lora_magnitude_vector": t[A]}),
-        (": no weight of this model has these: ", "lora_magnitude_vector"),
-    ),
-    "two prefixes": (
-        lambda c, t: t.update({A.removeprefix("base_model.model."): t[A]}),
-        (": two tensors of adapter_model.safetensors have the same name",),
-    ),
-    "packed, and no multiple": (
-        lambda c, t: (
-            c.update(target_parameters=["down_proj"]),
-            t.update(tensors_of("0.mlp.experts", draw(4, 12), draw(16, 4))),
-        ),
-        ("/adapter_config.json: the pair of model.layers.0.mlp.experts.down_proj has 4 rows in lora_A", "3 experts"),
-    ),
-    "packed, and one dimension": (
-        lambda c, t: (
-            c.update(target_parameters=["down_proj"]),
-            t.update(tensors_of("0.mlp.experts", draw(6), draw(16, 6))),
-        ),
-        (": model.layers.0.mlp.experts has a matrix of shape [6] in",),
-    ),
-    "packed, and of unknown parameters": (
-        lambda c, t: t.update(tensors_of("0.mlp.experts", draw(6, 12), draw(16, 6))),
-        (
-            "/adapter_config.json: the pair of model.layers.0.mlp.experts is for all experts",
-            "name none",
-            "expected one",
-        ),
-    ),
-    "packed, and of both parameters": (
-        lambda c, t: (
-            c.update(target_parameters=["gate_up_proj", "down_proj"]),
-            t.update(tensors_of("0.mlp.experts", draw(6, 12), draw(16, 6))),
-        ),
-        ("/adapter_config.json: the pair of model.layers.0.mlp.experts is for all", "down_proj and gate_up_proj"),
-    ),
-    "packed and single": (
-        lambda c, t: (
-            c.update(target_parameters=["down_proj"]),
-            t.update(tensors_of("0.mlp.experts", draw(6, 12), draw(16, 6))),
-        ),
-        (": no weight of this model has these: ", "mlp.experts"),
-    ),
-}
-
-
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
     return saved(with_pairs(model_of(SMALL)), tmp_path_factory.mktemp("adapters") / "one")
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_adapter_of_the_model(name, adapter, tmp_path):
-    change, parts = WRONG[name]
+@by_table(
+    r"""
+    keys => line
+    {"peft_type": "IA3"} => peft_type=IA3, expected LORA
+    {"peft_type": null} => peft_type=null, expected LORA
+    {"use_dora": true} => use_dora=true computes something else ... false
+    {"bias": "lora_only"} => bias=lora_only ... expected none ... merge
+    {"trainable_token_indices": [3]} => trainable_token_indices= ... merge
+    {"init_lora_weights": "pissa"} => init_lora_weights=pissa ... merge
+    {"spin": 2} => unknown key spin=2 ... merge
+    {"r": "two"} => r=two: expected a whole number
+    {"r": 0} => the pair of model.layers.0.self_attn.q_proj has rank 2 ... but 0 by r
+    {"r": 3} => the pair of model.layers. ... has rank 2 in adapter_model.safetensors, but 3 by
+    {"rank_pattern": [1]} => rank_pattern=[1]
+    {"rank_pattern": {"(a+)+z": 1}} => rank_pattern has (a+)+z ... never end
+    {"lora_alpha": "x"} => lora_alpha=x: expected a number
+    {"lora_alpha": 0} => lora_alpha or alpha_pattern has 0 for model.layers.
+    {"alpha_pattern": {"q_proj": Infinity}} => has Infinity, which is not JSON
+    {"alpha_pattern": {".*.*.*.*.*z": 1}} => alpha_pattern has
+    """
+)
+def test_what_the_configuration_of_an_adapter_may_not_hold(keys, line, adapter, tmp_path):
     config, tensors = read(adapter)
-    if name.startswith("packed, and"):
-        tensors = {key: x for key, x in tensors.items() if ".experts." not in key}
-    config["peft_version"] = "0.21.2"
-    change(config, tensors)
-    folder = tmp_path / "changed"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    with refused(f"{folder}{parts[0]}", *parts[1:]):
+    folder = write(tmp_path / "changed", config | {"peft_version": "0.21.2"} | json.loads(keys), tensors)
+    with refused(f"{folder}/adapter_config.json ... {line}"):
+        load_adapter(model_of(SMALL), folder)
+
+
+ONE, EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
+A, B = (f"base_model.model.{ONE}.lora_{part}.weight" for part in "AB")
+NO_WEIGHT = ": no weight of this model has these: "
+
+
+def whole(module: str, *shape: int) -> Any:
+    return lambda tensors: {f"base_model.model.{module}.weight": np.zeros(shape, np.float32)}
+
+
+def holding(name: str, value: float) -> Any:
+    """Return what puts a number into a matrix."""
+    return lambda tensors: {name: np.where(np.arange(tensors[name].shape[1]) == 1, np.float32(value), tensors[name])}
+
+
+def named(new: str) -> Any:
+    """Return what adds the matrix A of a pair under another name."""
+    return lambda tensors: {new: tensors[A]}
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            whole("lm_head", 40, 16),
+            ": base_model.model.lm_head.weight is a whole weight that differs from the base",
+        ),
+        (whole("lm_head", 41, 16), ": base_model.model.lm_head.weight has shape [41, 16], expected [40, 16]"),
+        (whole("score", 40, 16), f"{NO_WEIGHT}base_model.model.score.weight ... merge with PEFT, then load"),
+        (lambda t: {B: None}, f": {ONE} has only one of lora_A and lora_B"),
+        (holding(A, np.nan), f": the pair of {ONE} has NaN"),
+        (holding(B, np.inf), f": the pair of {ONE} has NaN"),
+        (lambda t: {A: t[A].astype(np.int32)}, f": {ONE} has a matrix ... in I32, expected ... F32"),
+        (
+            lambda t: {A: t[A][:, 1:].copy()},
+            f": {ONE} has lora_A [2, 15] and lora_B [32, 2], expected [rank, 16] ... another",
+        ),
+        (lambda t: {A: t[A][0].copy()}, f": {ONE} has a matrix of shape [16] in"),
+        (lambda t: {A: np.array(t[A][0, 0])}, f": {ONE} has a matrix of shape [] in"),
+        (lambda t: {A: t[A][:0].copy(), B: t[B][:, :0].copy()}, f": {ONE} has a matrix of shape [0, 16] in"),
+        (
+            lambda t: {f"{PREFIX}0.mlp.gate_proj.lora_{x}.weight": t[A] for x in "AB"},
+            f"{NO_WEIGHT} ... mlp.gate_proj ... another model",
+        ),
+        (lambda t: {name.replace("layers.0", "layers.2"): t[name] for name in (A, B)}, f"{NO_WEIGHT} ... layers.2"),
+        (named(A.replace("lora_A", "lora_magnitude_vector")), f"{NO_WEIGHT} ... lora_magnitude_vector"),
+        (named(A.removeprefix("base_model.model.")), ": two tensors of adapter_model.safetensors have the same name"),
+    ],
+)
+def test_what_the_tensors_of_an_adapter_may_not_be(change, line, adapter, tmp_path):
+    config, tensors = read(adapter)
+    changed = {name: x for name, x in (tensors | change(tensors)).items() if x is not None}
+    folder = write(tmp_path / "changed", config | {"peft_version": "0.21.2"}, changed)
+    with refused(f"{folder}{line}"):
+        load_adapter(model_of(SMALL), folder)
+
+
+PAIR = f"/adapter_config.json: the pair of {EXPERTS}"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "a", "b", "others", "line"),
+    [
+        (["down_proj"], (4, 12), (16, 4), "none", f"{PAIR}.down_proj has 4 rows in lora_A ... 3 experts"),
+        (["down_proj"], (6,), (16, 6), "none", f": {EXPERTS} has a matrix of shape [6] in"),
+        (None, (6, 12), (16, 6), "none", f"{PAIR} is for all experts ... name none ... expected one"),
+        (["gate_up_proj", "down_proj"], (6, 12), (16, 6), "none", f"{PAIR} is for all ... down_proj and gate_up_proj"),
+        (["down_proj"], (6, 12), (16, 6), "of single experts", f"{NO_WEIGHT} ... mlp.experts"),
+    ],
+)
+def test_what_packed_tensors_of_an_adapter_may_not_be(parameters, a, b, others, line, adapter, tmp_path):
+    config, tensors = read(adapter)
+    kept = {key: x for key, x in tensors.items() if others != "none" or ".experts." not in key}
+    about = config | {"peft_version": "0.21.2", "target_parameters": parameters}
+    folder = write(tmp_path / "changed", about, kept | tensors_of("0.mlp.experts", draw(*a), draw(*b)))
+    with refused(f"{folder}{line}"):
         load_adapter(model_of(SMALL), folder)
 
 
