@@ -269,11 +269,6 @@ def test_shares_that_are_refused(share):
         moezoo.compose("data=mixture", "data.sources.a.name=text", f"data.sources.a.held_out={share}")
 
 
-def test_a_mixture_has_no_share_of_its_own():
-    with refused("data.held_out: there is no key 'held_out' in data mixture"):
-        moezoo.compose("data=mixture", "data.held_out=0.1")
-
-
 def test_hashes_of_large_files_are_kept(tmp_path, monkeypatch):
     """By the ids and the offsets, not by the name or times of a file; damaged ones are made again."""
     monkeypatch.setattr(token_files, "_KEPT_BYTES", 0)

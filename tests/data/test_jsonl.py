@@ -279,39 +279,6 @@ def test_refusals(tmp_path, content, message):
     assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
 
 
-def test_refusals_of_whole_files(tmp_path):
-    (tmp_path / "a.jsonl").touch()
-    with refused(f"data.path={tmp_path}/a.jsonl: there is no document; name files that have some"):
-        load_jsonl(tmp_path / "a.jsonl")
-    (tmp_path / "a.jsonl").unlink()
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(GOOD, mtime=0)[:-2])
-    damaged = f"{tmp_path}/a.jsonl.gz is damaged (Compressed file ended before the end-of-stream"
-    for path, message in (
-        (tmp_path / "a.jsonl.gz", f"data.path={damaged}"),
-        (tmp_path, f"data.path={tmp_path}: {damaged}"),
-    ):
-        with refused(message):
-            load_jsonl(path)
-    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
-
-
-@by_table(
-    """
-    words => message
-    field=txt => data.path={}/a.jsonl line 1 has no field txt; did you mean 'text'?; set data.field
-    tokenizer={}/none => data.tokenizer={}/none does not exist; give a Hugging Face
-    end_token=</s> => data.end_token=</s> needs a tokenizer that has this token; set
-    tokenizer=WORDS end_token=</s> => data.end_token=</s> is not a token of data.tok
-    """
-)
-def test_refused_settings(tmp_path, tokenizer_file, words, message):
-    (tmp_path / "a.jsonl").write_bytes(GOOD)
-    given = words.replace("{}", str(tmp_path)).replace("WORDS", str(tokenizer_file))
-    with refused(message.replace("{}", str(tmp_path))):
-        load_jsonl(tmp_path / "a.jsonl", **dict(word.split("=") for word in given.split()))
-    assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
-
-
 def test_lines_are_bounded(tmp_path, monkeypatch):
     """A file that has no line end is not read whole."""
     monkeypatch.setattr(records, "MOST_LINE", len(GOOD))
@@ -347,12 +314,3 @@ def test_a_refusal_while_others_wait(tmp_path):
         thread.join()
     assert [" line 2001 has no field text" in each for each in found] == [True] * 3
     assert not list(tmp_path.glob("caches/moezoo/tokens/*"))
-
-
-def test_settings_that_find_nothing(tmp_path, tokenizer_file):
-    with refused(f"data.path={tmp_path} is a folder without .jsonl files; give a .jsonl file or a folder of them"):
-        load_jsonl(tmp_path)
-    with refused("data.path is required for data=jsonl; pass data.path=FILE_OR_FOLDER"):
-        load(Jsonl(), seq_len=SEQ, seed=0, vocab=256)
-    with pytest.raises(UserError, match=r"^data.tokenizer has 301 tokens but model.vocab=300; set model.vocab=301$"):
-        load(Jsonl(path=str(tmp_path), tokenizer=str(tokenizer_file)), seq_len=SEQ, seed=0, vocab=300)

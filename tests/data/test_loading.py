@@ -4,13 +4,12 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from refusals import refused
 
 from moezoo.data import SOURCES, DataSettings, PythonStdlib, Source, Synthetic, load
-from moezoo.errors import UserError
 from moezoo.typed import Size
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
@@ -23,24 +22,10 @@ def test_every_source_has_a_file_with_its_defaults():
         assert written == {"name": name, **dataclasses.asdict(kind())}
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrong", "message"),
-    [
-        *((kind, {"eval_sequences": -1}, "data.eval_sequences=-1 must be at least 0") for kind in SOURCES.values()),
-        (Synthetic, {"successors": 0}, "data.successors=0 must be at least 1"),
-        (Synthetic, {"documents": 0}, "data.documents=0 must be at least 1"),
-        (Synthetic, {"document_length": 1}, "data.document_length=1 must be at least 2 and at most 1048576"),
-        (
-            Synthetic,
-            {"vocab": 3},
-            "data.successors=4 exceeds the data.vocab=3 tokens to choose from; set data.successors=3 or less",
-        ),
-    ],
-)
-def test_wrong_settings_are_refused(kind, wrong, message):
-    with pytest.raises(UserError) as error:
-        kind(**wrong)
-    assert str(error.value) == message
+@pytest.mark.parametrize("kind", SOURCES.values())
+def test_a_wrong_setting_of_every_source(kind):
+    with refused("data.eval_sequences=-1 must be at least 0"):
+        kind(eval_sequences=-1)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +37,8 @@ def test_wrong_settings_are_refused(kind, wrong, message):
     ],
 )
 def test_wrong_arguments_are_refused(wrong, message):
-    with pytest.raises(UserError) as error:
+    with refused(message):
         load(PythonStdlib(), **{"seq_len": 8, "seed": 0, "vocab": 256, **wrong})
-    assert str(error.value) == message
 
 
 def test_importing_neither_loads_slow_libraries_nor_starts_jax():
@@ -78,12 +62,9 @@ def test_a_new_source_is_one_class():
 
     source = load(Doubled(), seq_len=8, seed=0, vocab=256)
     assert source.train.documents + source.validation.documents == 40
-    wrongs: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"times": 0}, "data.times=0"),
-        ({"eval_sequences": -1}, "data.eval_sequences=-1"),
-    )
-    for wrong, message in wrongs:
-        with pytest.raises(UserError, match=rf"^{message} must be at least"):
-            Doubled(**wrong)
-    with pytest.raises(UserError, match=r"^data=synthetic leaves \d+ tokens for training, but seq_len=999 needs 1000"):
+    with refused("data.times=0 must be at least"):
+        Doubled(times=0)
+    with refused("data.eval_sequences=-1 must be at least"):
+        Doubled(eval_sequences=-1)
+    with refused("data=synthetic leaves ", " tokens for training, but seq_len=999 needs 1000"):
         load(Doubled(), seq_len=999, seed=0, vocab=256)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_styles import save_tokenizer
-from refusals import by_table, refused
+from refusals import refused
 
 import moezoo
 from moezoo.config.compose import as_mapping, from_mapping, with_defaults
@@ -187,45 +187,6 @@ def test_answers_end_where_those_of_its_chats_do(tmp_path):
     mixture = Mixture(sources={name: Weighted(each) for name, each in settings.items()})
     source = load(mixture, seq_len=1, seed=0, vocab=300, use="validation")
     assert source.ends == tuple(map(HuggingFace(tokenizer, key="key").token_id, ("<a>", "<b>")))
-
-
-@by_table(
-    """
-    words => message
-    => data.sources is required for data=mixture; write data.sources.NAME.name=text
-    a.weight=1 => data.sources.a.name is missing; set it to one of python_stdlib, text, jsonl
-    a.name=txt => data.sources.a.name=txt: no such data.sources.a; did you mean 'text'?
-    a.name=text a.weight=-1 => data.sources.a.weight=-1 must be at least 0
-    a.name=text a.weight=nan => data.sources.a.weight=nan: expected a number such as 0.5, found no finite
-    a.name=text a.weight=0 => data.sources: the weight of each of a is 0; give one above 0
-    a.name=text a.weight=1e308 b.name=text b.weight=1e308 => data.sources: the sum of all weig
-    a.name=mixture => data.sources.a is a mixture in a mixture; write its sources beside the others
-    a.name=text a.eval_sequences=9 => data.sources.a.eval_sequences=9 cannot differ among the sources of
-    a.name=text a.pth=b => data.sources.a.pth: there is no key 'pth' in data.sources.a text; did you mean
-    a.name=text => data.sources.a: data.path is required for data=text
-    a.name=text a.path=empty.txt => data.sources.a: data.path=empty.txt is an empty file; give
-    a.name=text a.validation=some.txt => data.sources.a: data.path is required to train with data=text
-    a.name=text a.path=some.txt => data.sources.a: data=text leaves 1 bytes for validation, but seq_len=6
-    a.name=text a.weigth=2
-        => data.sources.a.weigth: there is no key 'weigth' in data.sources.a text; did you mean 'weight'?
-    a=text => data.sources.a=text: expected a section with keys, found text
-    """
-)
-def test_refusals(words, message):
-    Path("empty.txt").write_text("")
-    Path("some.txt").write_text("abcdefghi" * 3)
-    with refused(message):
-        cfg = moezoo.compose("data=mixture", *(f"data.sources.{word}" for word in words.split()))
-        load(cfg.data, seq_len=SEQ, seed=0, vocab=256)
-
-
-def test_a_weight_beside_the_sources():
-    with refused("data.weight: there is no key 'weight' in data mixture; write data.sources.NAME.weight"):
-        moezoo.compose("data=mixture", "data.weight=2")
-    with refused("data.weights.a: there is no key 'weights' in data mixture; write data.sources.NAME.weight"):
-        moezoo.compose("data=mixture", "data.weights.a=2")
-    with refused("data.source.a: there is no key 'source' in data mixture; did you mean 'sources'?"):
-        moezoo.compose("data=mixture", "data.source.a=text")
 
 
 def test_refusals_in_python():

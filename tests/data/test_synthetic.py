@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from refusals import refused
 
 from moezoo.data import Synthetic, load
 from moezoo.errors import UserError
@@ -48,23 +47,3 @@ def test_corners(settings):
     source = load(settings, seq_len=16, seed=0, vocab=300)
     assert source.train.tokens.max() < settings.vocab
     assert len(source.validation) > 16
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"documents": 10**11}, ["data.documents=100000000000 must be at most 2147483647"]),
-        ({"document_length": 2**20 + 1}, ["data.document_length=1048577 must be", "at most 1048576"]),
-        ({"vocab": 2**20 + 1}, ["data.vocab=1048577 must be", "at most 1048576"]),
-        ({"documents": 2 * 10**9}, ["data.documents=2000000000 x data.document_length=1000", "1,892.4 GiB", "fewer"]),
-        ({"vocab": 2**20, "successors": 2**20}, ["data.vocab=1048576 x data.successors=1048576", "8,192.0 GiB"]),
-    ],
-)
-def test_sizes_that_take_forever_or_all_memory(settings, parts):
-    with refused(*parts):
-        load(Synthetic(**settings), seq_len=16, seed=0, vocab=2**31 - 1)
-
-
-def test_a_vocabulary_larger_than_the_model():
-    with pytest.raises(UserError, match=r"^data.vocab=256 .*model.vocab=128; set "):
-        load(Synthetic(), seq_len=16, seed=0, vocab=128)

@@ -244,11 +244,6 @@ def test_refusals(made, damage, message):
     assert "\n" not in str(error.value)
 
 
-def test_path_is_required():
-    with pytest.raises(UserError, match=r"^data.path is required for data=tokens; pass data.path=FILE.npy"):
-        load(Tokens(), seq_len=4, seed=0, vocab=256)
-
-
 def test_an_empty_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(UserError, match=r"^path=.*a.txt .*empty file; give a text file"):
