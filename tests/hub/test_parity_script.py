@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import operator
 import re
 import shutil
 from typing import Any
@@ -70,122 +71,87 @@ def test_agrees(folders, name):
     )
 
 
-def change_part(where: Any, function: Any):
+def find(path: str):
+    """Return a function that finds a part of a model, below `block` in its last stack, below `dense` in its first."""
+    start, _, rest = path.partition(".")
+    stack = {"block": -1, "dense": 0}.get(start)
+    if stack is None:
+        return operator.attrgetter(path)
+    return lambda model: operator.attrgetter(rest)(model.stacks[stack].blocks[0])
+
+
+def change_part(path: str, function: Any):
     """Return a function that changes one part of a model."""
-    return lambda model: eqx.tree_at(where, model, replace_fn=function)
+    return lambda model: eqx.tree_at(find(path), model, replace_fn=function)
 
 
-def scale_second_layer(by: float):
-    """Return a function that scales the second layer of an array."""
-    return lambda x: x.at[1].multiply(1 + by)
+def scale(path: str, by: float = 1.01):
+    return change_part(path, lambda x: x * by)
 
 
-def change_settings(where: Any, **values: Any):
+def scale_second_layer(path: str, by: float):
+    return change_part(path, lambda x: x.at[1].multiply(1 + by))
+
+
+def change_settings(path: str, **values: Any):
     """Return a function that changes static settings of one module."""
 
     def change(model):
-        module = where(model)
+        module = find(path)(model)
         # `tree_at` replaces leaves only, and static fields are not leaves.
         other = object.__new__(type(module))
         for name, value in (vars(module) | values).items():
             object.__setattr__(other, name, value)
-        return eqx.tree_at(where, model, other)
+        return eqx.tree_at(find(path), model, other)
 
     return change
 
 
-def mixtral_block(model: Any) -> Any:
-    return model.stacks[0].blocks[0]
-
-
-def deepseek_block(model: Any) -> Any:
-    return model.stacks[-1].blocks[0]
+UNSCALED = Choice(groups=4, kept_groups=2, gates="scores", scale=1.0)
+EXPERTS, CHOICE_BIAS = "block.feed_forward.experts.down", "block.feed_forward.router.choice_bias"
+HALVES = Rotary(8, 1e4, YARN, "halves")
 
 
 # The folder, the change to our model after loading, and the module to name. The first layer of "v3" is dense.
-PLANTED: dict[str, tuple[str, Any, str]] = {
-    "embedding": ("mixtral", change_part(lambda m: m.embedding.weight, lambda x: x * 1.01), "model.embed_tokens"),
-    "a norm's scale": (
-        "mixtral",
-        change_part(lambda m: mixtral_block(m).feed_forward_norm.scale, scale_second_layer(0.01)),
-        "model.layers.1.post_attention_layernorm",
-    ),
-    "a norm's epsilon": (
-        "mixtral",
-        change_settings(lambda m: mixtral_block(m).attention_norm, epsilon=0.01),
-        "model.layers.0.input_layernorm",
-    ),
-    "queries": (
-        "mixtral",
-        change_part(lambda m: mixtral_block(m).attention.query, scale_second_layer(0.1)),
-        "model.layers.1.self_attn",
-    ),
-    "rope base": (
-        "mixtral",
-        change_settings(lambda m: mixtral_block(m).attention, rotary=Rotary(8, 1e4)),
-        "model.layers.0.self_attn",
-    ),
-    "window": (
-        "mixtral window",
-        change_settings(lambda m: mixtral_block(m).attention, window=6),
-        "model.layers.0.self_attn",
-    ),
-    "router": (
-        "mixtral",
-        change_part(lambda m: mixtral_block(m).feed_forward.router.weight, scale_second_layer(0.01)),
-        "model.layers.1.block_sparse_moe.gate",
-    ),
-    "an expert": (
-        "mixtral",
-        change_part(lambda m: mixtral_block(m).feed_forward.experts.down, lambda x: x.at[1, 2].multiply(1.01)),
-        "model.layers.1.block_sparse_moe.experts",
-    ),
-    "last norm": ("mixtral", change_part(lambda m: m.unembedding.norm.scale, lambda x: x * 1.01), "model.norm"),
-    "logits": ("mixtral", change_part(lambda m: m.unembedding.weight, lambda x: x * 1.01), "lm_head"),
-    "choice bias": (
-        "v3",
-        change_part(lambda m: deepseek_block(m).feed_forward.router.choice_bias, lambda x: x.at[0, ::2].add(0.5)),
-        "model.layers.1.mlp.gate",
-    ),
-    "router scale": (
-        "v2 groups",
-        change_settings(
-            lambda m: deepseek_block(m).feed_forward.router,
-            choice=Choice(groups=4, kept_groups=2, gates="scores", scale=1.0),
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("mixtral", scale("embedding.weight"), "model.embed_tokens"),
+        (
+            "mixtral",
+            scale_second_layer("block.feed_forward_norm.scale", 0.01),
+            "model.layers.1.post_attention_layernorm",
         ),
-        "model.layers.1.mlp.gate",
-    ),
-    "down to the latent": (
-        "v3",
-        change_part(lambda m: deepseek_block(m).attention.query_down, lambda x: x.at[:, 0].multiply(1.1)),
-        "input of model.layers.1.self_attn.q_a_layernorm",
-    ),
-    "a latent's norm": (
-        "v3",
-        change_part(lambda m: deepseek_block(m).attention.kv_norm.scale, lambda x: x * 1.01),
-        "model.layers.1.self_attn.kv_a_layernorm",
-    ),
-    "rope pairs": (
-        "v3",
-        change_settings(lambda m: deepseek_block(m).attention, rotary=Rotary(8, 1e4, YARN, "halves")),
-        "model.layers.1.self_attn",
-    ),
-    "shared experts": (
-        "v3",
-        change_part(lambda m: deepseek_block(m).feed_forward.shared.up, lambda x: x * 1.01),
-        "model.layers.1.mlp.shared_experts",
-    ),
-    "dense layer": (
-        "v3",
-        change_part(lambda m: m.stacks[0].blocks[0].feed_forward.gate, lambda x: x * 1.1),
-        "model.layers.0.mlp",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_names_what_was_changed(folders, monkeypatch, fault):
-    name, change, expected = PLANTED[fault]
+        ("mixtral", change_settings("block.attention_norm", epsilon=0.01), "model.layers.0.input_layernorm"),
+        ("mixtral", scale_second_layer("block.attention.query", 0.1), "model.layers.1.self_attn"),
+        ("mixtral", change_settings("block.attention", rotary=Rotary(8, 1e4)), "model.layers.0.self_attn"),
+        ("mixtral window", change_settings("block.attention", window=6), "model.layers.0.self_attn"),
+        (
+            "mixtral",
+            scale_second_layer("block.feed_forward.router.weight", 0.01),
+            "model.layers.1.block_sparse_moe.gate",
+        ),
+        (
+            "mixtral",
+            change_part(EXPERTS, lambda x: x.at[1, 2].multiply(1.01)),
+            "model.layers.1.block_sparse_moe.experts",
+        ),
+        ("mixtral", scale("unembedding.norm.scale"), "model.norm"),
+        ("mixtral", scale("unembedding.weight"), "lm_head"),
+        ("v3", change_part(CHOICE_BIAS, lambda x: x.at[0, ::2].add(0.5)), "model.layers.1.mlp.gate"),
+        ("v2 groups", change_settings("block.feed_forward.router", choice=UNSCALED), "model.layers.1.mlp.gate"),
+        (
+            "v3",
+            change_part("block.attention.query_down", lambda x: x.at[:, 0].multiply(1.1)),
+            "input of model.layers.1.self_attn.q_a_layernorm",
+        ),
+        ("v3", scale("block.attention.kv_norm.scale"), "model.layers.1.self_attn.kv_a_layernorm"),
+        ("v3", change_settings("block.attention", rotary=HALVES), "model.layers.1.self_attn"),
+        ("v3", scale("block.feed_forward.shared.up"), "model.layers.1.mlp.shared_experts"),
+        ("v3", scale("dense.feed_forward.gate", 1.1), "model.layers.0.mlp"),
+    ],
+)
+def test_names_what_was_changed(folders, monkeypatch, name, change, expected):
     load = parity.from_pretrained
     monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: change(load(*a, **k)))
     result = parity.compare(folders(name))
@@ -200,7 +166,7 @@ def test_names_what_was_changed(folders, monkeypatch, fault):
 
 def test_nan_diverges(folders, monkeypatch):
     load = parity.from_pretrained
-    spoil = change_part(lambda m: m.stacks[0].blocks[0].attention.out, lambda x: x.at[1, 0].set(float("nan")))
+    spoil = change_part("block.attention.out", lambda x: x.at[1, 0].set(float("nan")))
     monkeypatch.setattr(parity, "from_pretrained", lambda *a, **k: spoil(load(*a, **k)))
     result = parity.compare(folders("mixtral"))
     assert result.first is not None
