@@ -374,7 +374,7 @@ def test_what_the_configuration_of_an_adapter_may_not_hold(keys, line, adapter, 
         load_adapter(model_of(SMALL), folder)
 
 
-ONE, EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
+ONE, PACKED_EXPERTS = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts"
 A, B = (f"base_model.model.{ONE}.lora_{part}.weight" for part in "AB")
 NO_WEIGHT = ": no weight of this model has these: "
 
@@ -430,14 +430,14 @@ def test_what_the_tensors_of_an_adapter_may_not_be(change, line, adapter, tmp_pa
         load_adapter(model_of(SMALL), folder)
 
 
-PAIR = f"/adapter_config.json: the pair of {EXPERTS}"
+PAIR = f"/adapter_config.json: the pair of {PACKED_EXPERTS}"
 
 
 @pytest.mark.parametrize(
     ("parameters", "a", "b", "others", "line"),
     [
         (["down_proj"], (4, 12), (16, 4), "none", f"{PAIR}.down_proj has 4 rows in lora_A ... 3 experts"),
-        (["down_proj"], (6,), (16, 6), "none", f": {EXPERTS} has a matrix of shape [6] in"),
+        (["down_proj"], (6,), (16, 6), "none", f": {PACKED_EXPERTS} has a matrix of shape [6] in"),
         (None, (6, 12), (16, 6), "none", f"{PAIR} is for all experts ... name none ... expected one"),
         (["gate_up_proj", "down_proj"], (6, 12), (16, 6), "none", f"{PAIR} is for all ... down_proj and gate_up_proj"),
         (["down_proj"], (6, 12), (16, 6), "of single experts", f"{NO_WEIGHT} ... mlp.experts"),
@@ -514,7 +514,7 @@ def test_an_expert_without_a_pair_is_left_as_it_is(adapter, tmp_path):
     """As everywhere where a pair is missing: PEFT writes no pair of what it does not adapt."""
     config, tensors = read(adapter)
     for part in "AB":
-        tensors.pop(f"{EXPERT}.lora_{part}.weight")
+        tensors.pop(f"{PREFIX}1.block_sparse_moe.experts.1.w1.lora_{part}.weight")
     folder = write(tmp_path / "some", config, tensors)
     with pytest.warns(UserWarning, match=rf"^{folder}: target_modules .*: model.layers.1\S*.experts.1.w1; if"):
         some = pairs_of(load_adapter(model_of(SMALL), folder))
