@@ -418,7 +418,7 @@ def named(new: str) -> Any:
             f"{NO_WEIGHT} ... mlp.gate_proj ... another model",
         ),
         (lambda t: {name.replace("layers.0", "layers.2"): t[name] for name in (A, B)}, f"{NO_WEIGHT} ... layers.2"),
-        (named(A.replace("lora_A", "lora_magnitude_vector")), f"{NO_WEIGHT} ... lora_magnitude_vector"),
+        (named(A.replace("lora_A.weight", "lora_magnitude_vector")), f"{NO_WEIGHT} ... lora_magnitude_vector"),
         (named(A.removeprefix("base_model.model.")), ": two tensors of adapter_model.safetensors have the same name"),
     ],
 )
