@@ -83,7 +83,7 @@ def advise(cfg: TrainConfig, shapes: PyTree, mesh: Mesh | AbstractMesh, batches:
         lines = [f"{' x '.join(over)} must divide {', '.join(names)}" for over, names in missed.items()]
         return f"; no mesh of {mesh.size} devices divides all sizes: {' and '.join(lines)}"
 
-    def distance(sizes: dict[str, int]) -> tuple[float, ...]:
+    def distance(sizes: dict[str, int]) -> tuple[float, int, int]:
         ratios = [max(size, asked[axis]) / min(size, asked[axis]) for axis, size in sizes.items()]
         return math.prod(ratios), sum(ratio > 1 for ratio in ratios), math.prod(sizes[a] for a in cfg.rules.sequence)
 
