@@ -2,20 +2,15 @@
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from moezoo.config.compose import compose
+from moezoo.config.dividing import Batches, advise, divisors, sequence_order
 from moezoo.config.memory import check_batch, check_sizes
-from moezoo.config.overrides import groups
 from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
-from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of, meshes_within, sequence_order
 from moezoo.errors import UserError, check_type
 from moezoo.hub.kept import in_forms
 from moezoo.models import ModelConfig, family_of
@@ -27,13 +22,10 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.nn.few_bits import cut_pieces, has_few_bits
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
-from moezoo.parallel.mesh import AXES, STAGE, abstract_mesh, has_started, make_mesh
+from moezoo.parallel.mesh import STAGE, abstract_mesh, has_started, make_mesh
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
-from moezoo.parallel.rules import Rules, live
+from moezoo.parallel.rules import live
 from moezoo.typed import convert, show
-
-_MOST_ADVISED = 4  # meshes in one message
-_MOST_TRIED = 100  # meshes that keep the limits, tried in turn: a few milliseconds each
 
 
 def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
@@ -120,7 +112,9 @@ def build_execution(
         if batches == "configured":
             _check_batches(cfg, here)
     except UserError as error:
-        raise UserError(f"{error}{_advise(cfg, mesh, batches)}") from None
+        # Pieces of blocks set no limit: they are cut.
+        shapes = Blueprint(cfg.model).shapes if cfg.init_forms else blueprint_of(cfg).shapes
+        raise UserError(f"{error}{advise(cfg, shapes, mesh, batches)}") from None
     if runs and (why := cfg.dispatch.refusal(here.expert_group(cfg.model.experts))):
         raise UserError(f"dispatch={name_in(cfg.dispatch)}: {why}")
     if batches == "configured":
@@ -200,70 +194,3 @@ def _other_cuts(cfg: TrainConfig, execution: MeshExecution) -> str:
         smaller += [f"{key}={max(fewer)}"] if fewer else []
     advice = f", or set {' or '.join(smaller)}" * bool(smaller)
     return f"{advice}; rules.batch={show(cfg.rules.batch)} names the mesh axes that split it"
-
-
-def _advise(cfg: TrainConfig, mesh: Mesh | AbstractMesh, batches: Batches) -> str:
-    """Return what runs in place of a refused mesh: meshes of as many devices, the most similar first, and rule sets.
-
-    Where no mesh of so many devices splits all sizes evenly, name those sizes, and meshes of the nearest number.
-    """
-    asked: dict[str, int] = {**dict.fromkeys(AXES, 1), **mesh.shape}
-    # A mesh made in Python may have axes of other names; what fits here was refused for its devices, not its sizes.
-    if len(asked) > len(AXES) or _fits(cfg, asked, batches):
-        return ""
-    # Pieces of blocks set no limit: they are cut.
-    shapes = Blueprint(cfg.model).shapes if cfg.init_forms else blueprint_of(cfg).shapes
-    devices, limits = math.prod(asked.values()), limits_of(cfg, shapes, batches)
-
-    def order(sizes: dict[str, int]) -> tuple[float, ...]:
-        ratios = [max(size, asked[axis]) / min(size, asked[axis]) for axis, size in sizes.items()]
-        pieces = math.prod(sizes[axis] for axis in cfg.rules.sequence)
-        return abs(math.prod(sizes.values()) - devices), math.prod(ratios), sum(ratio > 1 for ratio in ratios), pieces
-
-    meshes = sorted(meshes_within(cfg.rules, limits, devices), key=order)
-    if isinstance(mesh, Mesh):  # this machine may have no more devices
-        meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= devices]
-    advice = ""
-    for count, alike in itertools.groupby(meshes[:_MOST_TRIED], key=lambda sizes: math.prod(sizes.values())):
-        if count != devices and not advice:
-            advice = f"; no mesh of {devices} devices runs it, since {describe_blocking(cfg.rules, limits, devices)}"
-        fitting = itertools.islice((sizes for sizes in alike if _fits(cfg, sizes, batches)), _MOST_ADVISED)
-        shown = [
-            " ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if {size, asked[axis]} != {1})
-            for sizes in fitting
-        ]
-        if shown:
-            advice += f"; it runs on {count} device{'s' * (count > 1)} with {', or '.join(shown)}"
-        if shown or count == devices:  # otherwise sizes are not the reason
-            break
-    others = _other_rules(cfg, asked, batches)
-    return advice + f"; rules with which it runs on this mesh: {', '.join(others)}" * bool(others)
-
-
-@functools.cache
-def _shipped_rules() -> dict[str, Rules]:
-    return {name: compose(f"rules={name}").rules for name in groups()["rules"]}
-
-
-def _other_rules(cfg: TrainConfig, sizes: Mapping[str, int], batches: Batches) -> list[str]:
-    """Return the other shipped rule sets with which `cfg` runs; none if it changes single keys of a shipped one.
-
-    Those that gather nothing are for generation and left out.
-    """
-    shipped = _shipped_rules()
-    if cfg.rules != shipped.get(cfg.rules.name, cfg.rules):
-        return []
-    others = {name: rules for name, rules in shipped.items() if cfg.rules != rules and rules.store != rules.compute}
-    return [name for name, rules in others.items() if _fits(dataclasses.replace(cfg, rules=rules), sizes, batches)]
-
-
-def _fits(cfg: TrainConfig, sizes: Mapping[str, int], batches: Batches) -> bool:
-    """Whether `cfg` runs on a mesh of these sizes."""
-    try:
-        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, **sizes))
-        execution = _lay_out(cfg, abstract_mesh(cfg.mesh))
-        if batches == "configured":
-            _check_batches(cfg, on_mesh(execution))
-    except UserError:
-        return False
-    return True

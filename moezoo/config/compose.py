@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException
 from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
 from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
@@ -43,7 +40,7 @@ from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
-from moezoo.errors import UserError, describe_class, nearest
+from moezoo.errors import UserError, describe_class, locating, nearest
 from moezoo.host import check_name
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
@@ -56,7 +53,6 @@ _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
-_OWN_RULES = "_own"  # the name of a user's own rules file while Hydra composes
 
 
 def compose(*overrides: str, **keywords: Any) -> TrainConfig:
@@ -76,15 +72,10 @@ def compose(*overrides: str, **keywords: Any) -> TrainConfig:
         words = ", ".join(f'"{name}={show(value)}"' for name, value in keywords.items())
         raise UserError(f"compose takes text and no keyword {next(iter(keywords))}; write compose({words})")
     asked = read(overrides)
-    folder = asked.changes.get("resume")
+    folder, key = asked.changes.get("resume"), "resume"
     if folder == AUTO and (folder := _run_to_resume(asked)) is not None:
-        return dataclasses.replace(compose_onto(read_run(folder, "run_dir"), *overrides), resume=folder)
-    if isinstance(folder, str):
-        return compose_onto(read_run(folder, "resume"), *overrides)
-    checks = _import_own(asked)
-    if asked.changes.get("init_from") is not None:
-        return _compose_from(read_origin(asked.changes["init_from"], _read_upcycle({}, asked)), asked, checks)
-    return _finish(_compose_groups(asked.choices, checks), asked, checks)
+        asked.changes["resume"], key = folder, "run_dir"
+    return _compose(asked, read_run(folder, key) if isinstance(folder, str) else None)
 
 
 def _run_to_resume(asked: Asked) -> str | None:
@@ -103,28 +94,61 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
 
     Raises `UserError` as `compose` does, and where `mapping` is not the whole configuration of a run.
     """
-    asked = read(overrides)
-    checks, saved, named = _import_own(asked), saved_own(mapping), {**asked.choices, **asked.changes}
-    if missing := {key: name for key, name in saved.items() if key not in named}:
-        raise refuse_saved(missing)
-    kept = {key for key, name in saved.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
-    mapping = _place_own(without_own(mapping, saved.keys() - kept), asked, checks)
-    base = to_plain(convert(TrainConfig, mapping, "", checks), "", checks)
-    if asked.choices:
-        composed = _compose_groups(asked.choices, checks)
-        for group, name in asked.choices.items():
-            if group not in kept:
-                base[group] = composed[group]
-            for key, value in _beside_its_group(group, name).items():
-                if key == _DEFAULTS:
-                    base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
-                else:
-                    base[key] = {**base[key], **value} if isinstance(value, dict) else value
-    if asked.changes.get("init_from") is not None:  # where the weights are now
-        origin = read_origin(asked.changes["init_from"], _read_upcycle(base["upcycle"], asked))
-        check_same(origin, base["init_from"], base["init_sha256"])
+    return _compose(read(overrides), mapping)
+
+
+def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
+    """Merge what a run starts from (defaults, `saved`, weights of a folder) with what was asked, and convert it."""
+    checks = _import_own(asked)
+    base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
+    origin = None
+    if (folder := asked.changes.get("init_from")) is not None:
+        origin = read_origin(folder, _read_upcycle(base["upcycle"], asked))
+        if saved is None:
+            base |= _for_weights(origin, base, asked, checks)
+        else:  # where the weights are now
+            check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    return _finish(base, asked, checks)
+    cfg = convert(TrainConfig, _resolve(_merge(base, asked, checks)), "", checks)
+    if origin is not None and saved is None:
+        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
+        if cfg.execution.param_dtype == "stored":
+            cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
+    return cfg
+
+
+def _merge(mapping: dict[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return `mapping` with the values of the keys that were asked for."""
+    lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
+    if len(lengths) > 1:
+        given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
+        raise UserError(f"{given}: each says how long the run is; leave one of them out")
+    if any(mapping.get(key) != value for key, value in lengths.items()):
+        mapping |= dict.fromkeys(_LENGTHS)
+    for key, value in asked.changes.items():
+        if key == _SOURCES and isinstance(value, str):
+            value = read_yaml(value, key)
+        set_key(TrainConfig, mapping, key, value, checks)
+    return mapping
+
+
+def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return the configuration of a run with the groups that were chosen, and with what their entries set beside."""
+    own, named = saved_own(saved), {**asked.choices, **asked.changes}
+    if missing := {key: name for key, name in own.items() if key not in named}:
+        raise refuse_saved(missing)
+    kept = {key for key, name in own.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
+    base = complete(TrainConfig, copy.deepcopy(without_own(saved, own.keys() - kept)), "", checks)
+    composed = _compose_groups(asked.choices, checks) if asked.choices else {}
+    for group, name in asked.choices.items():
+        if group not in kept:
+            base = put(base, group, get(composed, group))
+        for key, value in _beside_its_group(group, name).items():
+            if key == _DEFAULTS:
+                base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
+            else:
+                base[key] = {**base[key], **value} if isinstance(value, dict) else value
+    return base
 
 
 def given_keys(*overrides: str) -> set[str]:
@@ -193,30 +217,23 @@ def _at(origin: Origin, asked: Asked) -> Asked:
     return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
 
 
-def _compose_from(origin: Origin, asked: Asked, checks: Checks) -> TrainConfig:
-    """Compose a run that starts from weights: with their model, and with defaults for them."""
+def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
     family, shown = origin.model["family"], f"init_from={origin.path}"
     named = asked.choices.get("model", family)
     if named != family or ("model" in asked.choices and not is_own("model", family)):
         raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
-    families = checks.tags["model"][1]
-    if family not in families:
+    if (kind := checks.tags["model"][1].get(family)) is None:
         raise refuse_saved({"model": family})
-    others = {group: name for group, name in asked.choices.items() if group != "model"}
-    base, kind = _compose_groups(others, checks), families[family]
     model = complete(TrainConfig, {"model": origin.model}, "", checks)["model"]
     check_settings(kind, model, asked.changes, origin.path)
-    base["model"] = first_settings(kind, model)
+    found: dict[str, Any] = {"model": first_settings(kind, model)}
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
     if rule is not None and "learning_rate" in base["optimizer"]:
         adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
-        base["optimizer"]["learning_rate"] = rule.tuning_rate * adapter.rate_factor
-        base["checkpoint_frozen"] = adapter is NoAdapter
-    cfg = _finish(base, _at(origin, asked), checks)
-    cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
-    if cfg.execution.param_dtype == "stored":
-        cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
-    return cfg
+        found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
+        found["checkpoint_frozen"] = adapter is NoAdapter
+    return found
 
 
 def folder_path(folder: Any, key: str) -> Path:
@@ -317,8 +334,8 @@ def _import_own(asked: Asked) -> Checks:
     """Return the checks; import what the user named of their own, and add the classes."""
     own = {}
     members = [("tracker", name) for name in names_of(asked.changes.get(MEMBERS))]
-    for key, name in [*asked.choices.items(), *asked.changes.items(), *members]:
-        if key in PLUGS and isinstance(name, str) and is_own(key, name):
+    for key, name in [*asked.choices.items(), *members]:
+        if key in PLUGS and is_own(key, name):
             kind = import_own(key, name)
             own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
     return _checks_with(own)
@@ -331,63 +348,46 @@ def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
     return _CHECKS._replace(tags={**_CHECKS.tags, **tags}) if own else _CHECKS
 
 
-def _place_own(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
-    """Return `mapping` with the section that stands for a class of the user's own in place of a name."""
-    mapping = dict(mapping)
-    for key in (checks.tags.keys() - INNER_TAG.keys()) & asked.changes.keys():
-        tag, classes = checks.tags[key]
-        section = get(mapping, key)
-        if not (isinstance(section, Mapping) and section.get(tag) in classes):
-            mapping = put(mapping, key, {tag: asked.changes[key]})
-    return mapping
-
-
 def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any]:
     """Compose `train.yaml` with the chosen groups and all defaults, as plain values; leave `${...}` as it is."""
-    rules = choices.get("rules", "")
-    own = rules if is_own("rules", rules) else None
-    plugged = {group: name for group, name in choices.items() if group in PLUGS and is_own(group, name)}
-    names = {group: name for group, name in choices.items() if group not in plugged}
-    if own:
-        names["rules"] = _OWN_RULES
-    with _store_rules(own) if own else contextlib.nullcontext(), _hydra():
-        try:
-            cfg = hydra.compose("train", [f"{group}={name}" for group, name in names.items()])
-            mapping: Any = OmegaConf.to_container(cfg, resolve=False)
-        except (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError):
-            # Every chosen entry exists, so one of the files is broken; `read_yaml` names it.
-            for group, name in {**defaults(), **names}.items():
-                read_yaml(own if own and group == "rules" else CONF / group / f"{name}.yaml")
-            shown = show(" ".join(f"{group}={name}" for group, name in choices.items())) or "conf/train.yaml"
-            raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
-    if own:
-        try:
+    own = {key: name for key, name in choices.items() if is_own(key, name)}
+    names = {group: name for group, name in choices.items() if group not in own}
+    try:
+        with _hydra():
+            mapping: Any = OmegaConf.to_container(
+                hydra.compose("train", [f"{group}={name}" for group, name in names.items()]), resolve=False
+            )
+    except Exception:
+        # Every chosen entry exists, so one of the files is broken; `read_yaml` names it.
+        for group, name in {**defaults(), **names}.items():
+            read_yaml(CONF / group / f"{name}.yaml")
+        raise
+    for key, name in own.items():
+        mapping = put(mapping, key, _own_rules(name) if key == "rules" else {checks.tags[key][0]: name})
+    if "rules" in own:
+        with locating(f"rules={show(own['rules'])}"):
             convert(Rules, _resolve(mapping)["rules"], "rules")
-        except UserError as error:
-            raise UserError(f"rules={show(own)}: {error}") from None
-    for group, name in plugged.items():
-        mapping[group] = {checks.tags[group][0]: name}
     return complete(TrainConfig, mapping, "", checks)
 
 
-@contextlib.contextmanager
-def _store_rules(own: str) -> Iterator[None]:
-    """Make a user's own rules file an entry of its group while Hydra composes."""
-    node = {"name": Path(own).stem, **read_yaml(own, "rules")}
-    under, known = node.get("defaults", []), groups()["rules"]
+def _own_rules(path: str) -> dict[str, Any]:
+    """Return the rules in a user's own file, merged with the shipped ones that its `defaults` name."""
+    node = {"name": Path(path).stem, **read_yaml(path, "rules")}
+    under, known, shown = node.pop(_DEFAULTS, ["_self_"]), groups()["rules"], f"rules={show(path)}"
     if not isinstance(under, list):
-        raise UserError(f"rules={show(own)}: defaults={show(under)} must be a list such as [fsdp_ep, _self_]")
+        raise UserError(f"{shown}: defaults={show(under)} must be a list such as [fsdp_ep, _self_]")
     for name in under:
         if name not in ("_self_", *known):
-            raise UserError(
-                f"rules={show(own)}: defaults has {show(name)}, no such rules; {nearest(show(name), known)}"
-            )
-    store = ConfigStore.instance()
-    store.store(name=_OWN_RULES, node=OmegaConf.create(node), group="rules")
+            raise UserError(f"{shown}: defaults has {show(name)}, no such rules; {nearest(show(name), known)}")
+    under = under if "_self_" in under else [*under, "_self_"]
+    layers = [node if name == "_self_" else read_yaml(CONF / "rules" / f"{name}.yaml") for name in under]
     try:
-        yield
-    finally:
-        del store.repo["rules"][f"{_OWN_RULES}.yaml"]
+        if under.count("_self_") > 1:
+            raise ValueError
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=False)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
+    return merged
 
 
 @contextlib.contextmanager
@@ -403,22 +403,6 @@ def _hydra() -> Iterator[None]:
         instance.hydra, version.version_base, name = theirs
         job.set("name", name)
         GlobalHydra.set_instance(instance)
-
-
-def _finish(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
-    mapping = _place_own(copy.deepcopy(mapping), asked, checks)
-    lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
-    if len(lengths) > 1:
-        given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
-        raise UserError(f"{given}: each says how long the run is; leave one of them out")
-    if any(mapping[key] != value for key, value in lengths.items()):
-        mapping |= dict.fromkeys(_LENGTHS)
-    for key, value in asked.changes.items():
-        if key not in checks.tags or key in INNER_TAG:  # not a class of the user's own, placed above
-            if key == _SOURCES and isinstance(value, str):
-                value = read_yaml(value, key)
-            set_key(TrainConfig, mapping, key, value, checks)
-    return convert(TrainConfig, _resolve(mapping), "", checks)
 
 
 def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -80,11 +79,13 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
             item = typing.get_args(types[name])[0]
             if item is str and not text:
                 raise UserError(f"{show(argument)}: expected text, found nothing; write {name}=TEXT")
-            values.setdefault(name, []).append(convert(item, _value(item, text), name, valid=ranges_of(kind)[name]))
+            values.setdefault(name, []).append(
+                convert(item, _value(item, name, text), name, valid=ranges_of(kind)[name])
+            )
         elif name in values:
             raise UserError(f"{argument}: {name} is given twice; leave one out")
         else:
-            values[name] = _value(types[name], text)
+            values[name] = _value(types[name], name, text)
     for field in dataclasses.fields(typing.cast(Any, kind)):
         if field.default is dataclasses.MISSING and field.name not in values:
             shown, text = field.metadata["shown"], field.metadata["text"]
@@ -162,17 +163,10 @@ def take_switches(kind: type[_T], arguments: Sequence[str]) -> Taken:
         if not text or text.startswith("--"):
             write = next(shown for shown, _ in describe_switches(kind) if switch in shown)
             raise UserError(f"{switch}: expected a value; write {write}")
-        values[name] = convert(types[name], _value(types[name], text), switch)
+        values[name] = convert(types[name], _value(types[name], name, text), switch)
     return Taken(kind(**values), rest)
 
 
-def _value(kind: Any, text: str) -> Any:
-    """Return the plain value that `text` stands for where a `kind` is expected; a text is taken literally."""
-    if str in (kind, *typing.get_args(kind)):
-        return text
-    for read_as in (json.loads, float):  # JSON reads null, true, 3 and 1e-4; float reads .5 and nan
-        try:
-            return read_as(text)
-        except ValueError:
-            continue
-    return text
+def _value(kind: Any, name: str, text: str) -> Any:
+    """Return the value that `text` stands for where a `kind` is expected: a text as it is, others as in overrides."""
+    return text if str in (kind, *typing.get_args(kind)) else overrides.read_value(f"{name}={text}")

@@ -3,6 +3,7 @@
 Nothing here reads a weight. `moezoo.training.initial` does, when the run begins.
 """
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Container, Iterator, Mapping
@@ -177,12 +178,13 @@ def find_weights(path: Path) -> RunWeights:
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's section as training begins with weights from elsewhere: no routing losses, constant biases."""
-    found = dict(section)
-    for name, note in notes_of(kind, MayChange).items():
-        if note.at_start is not None and name in found and note.without_effect not in found.items():
-            found[name] = note.at_start
-    for name, below in _sections(kind):
-        found[name] = first_settings(below, found[name])
+    found = copy.deepcopy(dict(section))
+    for key, note in _changeable(kind):
+        above, _, name = f"model.{key}".rpartition(".")
+        beside: dict[str, Any] = get({"model": found}, above) or {}
+        usual, idle = note.at_start, note.without_effect
+        if usual is not None and name in beside and (idle is None or beside.get(idle[0]) != idle[1]):
+            beside[name] = usual
     return found
 
 
@@ -191,7 +193,7 @@ def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str,
 
     Keys that a section does not have are left to the conversion.
     """
-    free = {f"model.{name}" for name in _free(kind)}
+    free = {f"model.{key}" for key, _ in _changeable(kind)}
     for key, value in changes.items():
         if key.startswith("model.") and key not in free:
             has, (above, _, name) = get({"model": section}, key), key.rpartition(".")
@@ -201,13 +203,9 @@ def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str,
                 )
 
 
-def _free(kind: type, before: str = "") -> Iterator[str]:
-    yield from (f"{before}{name}" for name in notes_of(kind, MayChange))
-    for name, below in _sections(kind):
-        yield from _free(below, f"{before}{name}.")
-
-
-def _sections(kind: type) -> Iterator[tuple[str, type]]:
+def _changeable(kind: type, before: str = "") -> Iterator[tuple[str, MayChange]]:
+    """Yield the keys of a model's section, and of the sections in it, of which the same weights may have others."""
+    yield from ((f"{before}{name}", note) for name, note in notes_of(kind, MayChange).items())
     for name, hint in types_of(kind).items():
         if dataclasses.is_dataclass(hint):
-            yield name, hint  # pyright: ignore[reportReturnType] a class
+            yield from _changeable(hint, f"{before}{name}.")  # pyright: ignore[reportArgumentType] a class

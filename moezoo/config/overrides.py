@@ -54,7 +54,7 @@ _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
 class Asked(NamedTuple):
     """What a list of overrides asks for."""
 
-    choices: dict[str, str]  # group -> entry, the path of a rules file, or a path for one of `PLUGS`
+    choices: dict[str, str]  # group -> entry, or the path of a rules file; one of `PLUGS` -> the path of a class
     changes: dict[str, Any]  # dotted key -> value
 
 
@@ -68,7 +68,10 @@ def read(overrides: Sequence[str]) -> Asked:
         key, value = _parse(text, known)
         if key not in known:
             check_name(key, top_keys())
-            asked.changes[key] = value
+            asked.choices.pop(key, None)
+            asked.changes.pop(key, None)
+            chosen = key in PLUGS and isinstance(value, str) and is_own(key, value)
+            (asked.choices if chosen else asked.changes)[key] = value
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")

@@ -39,12 +39,11 @@ _BASES: dict[str, type] = {
     "execution.context_parallel": ContextParallel,
 }
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
-# What stands in for an entry of the user's own while the rest is read.
-_STAND_IN: dict[str, Any] = {
-    key: {tag: next(iter(classes))} if key in TAG else "gather" for key, (tag, classes) in TAGS.items()
-} | dict.fromkeys(_KERNELS)
+# Entries of moezoo's in place of the user's own: all stand in while the rest of a saved configuration is read, and
+# messages name those that say nothing about the model and the data.
 _OTHER = {"dispatch": "gather", "optimizer": "adamw", "schedule": "cosine", "execution.context_parallel": "gather"}
 _OTHER |= {"tracker": "none"}
+_STAND_IN = {"model": "mixtral", "data": "python_stdlib", **_OTHER}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -172,7 +171,8 @@ def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:
     """Return a saved configuration in which moezoo's own entries stand in for those of `keys`."""
     changed = dict(mapping)
     for key in keys:
-        changed = put(changed, key, _STAND_IN[key])
+        name = _STAND_IN.get(key)  # None, of a kernel: the target and the sizes decide
+        changed = put(changed, key, {TAG[key][0]: name} if key in TAG else name)
     return changed
 
 

@@ -44,7 +44,7 @@ def refuse(capsys, monkeypatch, script, *arguments) -> str:
     mesh=ep8 dispatch.chunks=500 => dispatch.chunks=500 ... 128 tokens per device and micro-step ... at most 128
     dispatch.chunks=0 => dispatch.chunks=0 must be at least 1
     mesh=fsdp2_ep4 batch_size=4 => batch_size=4 ... mesh.fsdp=2 ... mesh.expert=4 ... (mesh=fsdp2_ep4)
-    mesh.expert=8 mesh.data=1 model.experts=6 => mesh.expert=8 splits ... it runs on 8 devices with mesh
+    mesh.expert=8 mesh.data=1 model.experts=6 => mesh.expert=8 splits ... mesh.fsdp=4 mesh.expert=2 has as many devices
     batch_size=8 execution.microbatches=3 => batch_size=8 ... execution.microbatches=3
     mesh=ep8 execution.microbatches=2 => batch_size=8 ... 16 ... execution.microbatches=2 x mesh.expert=8
     mesh.context=2 seq_len=127 => seq_len=127 ... mesh.context=2

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from moezoo.config.build import blueprint_of
 from moezoo.config.compose import compose
+from moezoo.config.dividing import dividing, limits_of
 from moezoo.config.overrides import groups
-from moezoo.config.splits import limits_of, meshes_within
 from moezoo.errors import UserError
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import CallName
@@ -113,8 +113,7 @@ def _of_rules(words: tuple[str, ...], where: Slice, call: CallName) -> Iterator[
     cfg = compose(*words)
     batches = "configured" if call in ("train", "evaluate") else "any"
     limits = limits_of(cfg, blueprint_of(cfg).shapes, batches)
-    meshes = meshes_within(cfg.rules, limits, where.devices)
-    usual = [each for each in meshes if math.prod(each.values()) == where.devices and _is_usual(each, cfg.seq_len)]
+    usual = [each for each in dividing(cfg, limits, where.devices) if _is_usual(each, cfg.seq_len)]
     order = lambda each: (each["tensor"] * each["context"], each["data"], abs(math.log2(each["expert"] / 8)))  # noqa: E731
     for mesh in sorted(usual, key=order):
         sizes = tuple(f"mesh.{axis}={mesh[axis]}" for axis in AXES if mesh[axis] > 1)

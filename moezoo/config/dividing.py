@@ -1,0 +1,98 @@
+"""Which meshes divide all sizes of a configuration: parameters of all kinds, the batch and the sequence."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
+
+from moezoo.config.settings import TrainConfig
+from moezoo.parallel.axes import LOGICAL_AXES, axes_of
+from moezoo.parallel.collectives import MeshAxes
+from moezoo.parallel.mesh import AXES, STAGE
+from moezoo.parallel.sequence_order import SequenceOrder
+
+Batches = Literal["configured", "any"]
+
+
+class Limit(NamedTuple):
+    """A size that the devices along mesh axes together must divide, by what messages call it.
+
+    With `shares` a multiple of the size will do too: several devices then share a head.
+    """
+
+    over: MeshAxes
+    size: int
+    name: str
+    shares: bool = False
+
+    def holds(self, mesh: Mapping[str, int]) -> bool:
+        """Return whether the mesh, axis -> number of devices, keeps the limit."""
+        ways = math.prod(mesh[axis] for axis in self.over)
+        return self.size % ways == 0 or (self.shares and ways % self.size == 0)
+
+
+def sequence_order(cfg: TrainConfig) -> SequenceOrder:
+    """Return the order of tokens where the sequence is split: as set, or else by what the model's layers see."""
+    return cfg.execution.sequence_order or ("balanced" if cfg.model.sees_all else "contiguous")
+
+
+def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> set[Limit]:
+    """Return the limits that the `shapes` of a model and, if "configured", its batches set."""
+    limits, everywhere = set(), dict.fromkeys(AXES, 2) | {STAGE: min(cfg.mesh.stage, 2)}
+    for axes, array in zip(jax.tree.leaves(axes_of(shapes)), jax.tree.leaves(shapes), strict=True):
+        stored = cfg.rules.placement(axes, everywhere).stored
+        for logical, size, over in zip(axes.names, array.shape, stored, strict=True):
+            shares = logical == "kv_heads" and bool(cfg.rules.kept(logical, everywhere))
+            limits.add(Limit(over, size, f"{LOGICAL_AXES[logical]}={size}", shares))
+    if batches == "configured":
+        length, order = cfg.seq_len, sequence_order(cfg)
+        places = length if order == "contiguous" else max(1, length // 2 * (1 - length % 2))
+        limits.add(Limit(cfg.rules.sequence, places, f"{'half of ' * (order == 'balanced')}seq_len={length}"))
+        parts = "".join(f" / {key}={number}" for key, number in cfg.parts.items() if number > 1)
+        limits.add(Limit(cfg.rules.batch, cfg.batch_size // cfg.micro_batches, f"batch_size={cfg.batch_size}{parts}"))
+    return {limit for limit in limits if limit.over}
+
+
+def dividing(cfg: TrainConfig, limits: set[Limit], devices: int) -> list[dict[str, int]]:
+    """Return the meshes of so many devices, with the stages of `cfg`, that keep `limits`: axis -> size."""
+    meshes = [dict.fromkeys(AXES, 1) | {STAGE: cfg.mesh.stage}]
+    for axis in (axis for axis in AXES if axis in cfg.rules.mesh_axes and axis != STAGE):
+        meshes = [mesh | {axis: n} for mesh in meshes for n in divisors(devices // math.prod(mesh.values()))]
+    whole = (mesh for mesh in meshes if math.prod(mesh.values()) == devices)
+    return [mesh for mesh in whole if all(limit.holds(mesh) for limit in limits)]
+
+
+def advise(cfg: TrainConfig, shapes: PyTree, mesh: Mesh | AbstractMesh, batches: Batches) -> str:
+    """Return the end of the refusal of a mesh: the most similar one of as many devices that divides all sizes.
+
+    Where none does, it names the sizes. It is found by divisors alone: no mesh is tried. The text is empty where sizes
+    are not the reason, and for a mesh that Python made with axes of other names.
+    """
+    asked: dict[str, int] = {**dict.fromkeys(AXES, 1), **mesh.shape}
+    limits = limits_of(cfg, shapes, batches)
+    meshes = dividing(cfg, limits, mesh.size) if len(asked) == len(AXES) else [asked]
+    if asked in meshes or (batches == "configured" and cfg.batch_size % cfg.micro_batches):
+        return ""
+    if not meshes:
+        missed: dict[MeshAxes, list[str]] = {}
+        for limit in sorted(limit for limit in limits if limit.size % mesh.size):
+            missed.setdefault(limit.over, []).append(limit.name)
+        lines = [f"{' x '.join(over)} must divide {', '.join(names)}" for over, names in missed.items()]
+        return f"; no mesh of {mesh.size} devices divides all sizes: {' and '.join(lines)}"
+
+    def distance(sizes: dict[str, int]) -> tuple[float, int, int]:
+        ratios = [max(size, asked[axis]) / min(size, asked[axis]) for axis, size in sizes.items()]
+        return math.prod(ratios), sum(ratio > 1 for ratio in ratios), math.prod(sizes[a] for a in cfg.rules.sequence)
+
+    nearest = min(meshes, key=distance)
+    shown = (f"mesh.{axis}={size}" for axis, size in nearest.items() if {size, asked[axis]} != {1})
+    return f"; {' '.join(shown)} has as many devices and divides all sizes"
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
