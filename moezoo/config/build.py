@@ -17,7 +17,7 @@ from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.config.splits import Batches, describe_blocking, divisors, limits_of, meshes_within, sequence_order
 from moezoo.errors import UserError, check_type
-from moezoo.hub.kept import in_forms
+from moezoo.hub.kept import Form, in_forms
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.adapters import Adapter
 from moezoo.models.base import check_tokens
@@ -66,7 +66,7 @@ def _blueprint(
     trained: tuple[str, ...] | None,
     frozen: tuple[str, ...],
     adapter: Adapter,
-    forms: tuple[tuple[str, str], ...],
+    forms: tuple[tuple[str, Form], ...],
     *_: Any,
 ) -> Blueprint:
     plain = Blueprint(config, dtype, trained=trained, frozen=frozen, adapter=adapter)
