@@ -12,7 +12,7 @@ from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.errors import UserError, check_type
-from moezoo.hub.kept import in_forms
+from moezoo.hub.kept import Form, in_forms
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.adapters import Adapter
 from moezoo.models.base import check_tokens
@@ -58,7 +58,7 @@ def _blueprint(
     trained: tuple[str, ...] | None,
     frozen: tuple[str, ...],
     adapter: Adapter,
-    forms: tuple[tuple[str, str], ...],
+    forms: tuple[tuple[str, Form], ...],
     *_: Any,
 ) -> Blueprint:
     plain = Blueprint(config, dtype, trained=trained, frozen=frozen, adapter=adapter)

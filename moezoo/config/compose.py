@@ -42,6 +42,7 @@ from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, locating, nearest
 from moezoo.host import check_name
+from moezoo.hub.kept import Form
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
@@ -277,7 +278,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return with_copies(mapping, saved.parent)
+    return with_copies(with_forms(mapping), saved.parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
@@ -290,12 +291,21 @@ def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
 
     Raises as `from_mapping` does.
     """
-    return from_mapping(without_own(mapping, saved_own(mapping)))
+    return from_mapping(without_own(with_forms(mapping), saved_own(mapping)))
+
+
+def with_forms(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration whose `init_forms` are sections; earlier versions saved texts."""
+    forms = mapping.get("init_forms")
+    if not isinstance(forms, Mapping):
+        return dict(mapping)
+    sections = {path: to_plain(Form.from_text(form)) if isinstance(form, str) else form for path, form in forms.items()}
+    return {**mapping, "init_forms": sections}
 
 
 def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved configuration with the defaults of settings that moezoo has had since."""
-    return complete(TrainConfig, mapping, "", _CHECKS)
+    return complete(TrainConfig, with_forms(mapping), "", _CHECKS)
 
 
 def as_mapping(cfg: TrainConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError, locating
 from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text_settings
-from moezoo.hub.kept import describe_forms
+from moezoo.hub.kept import Form, describe_forms
 from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.adapters import NoAdapter
@@ -70,11 +70,11 @@ class Origin(NamedTuple):
             raise no_tokenizer(show(f"init_from={self.path}"))
         return found
 
-    def forms(self, cfg: TrainConfig) -> dict[str, str]:
+    def forms(self, cfg: TrainConfig) -> dict[str, Form]:
         """Return what the parameters that `cfg` does not train are stored as, by patterns of their paths."""
         if self.run is not None:
             own = self.run.execution.param_dtype
-            return dict(self.run.init_forms) if own == "stored" else {"*": own}
+            return dict(self.run.init_forms) if own == "stored" else {"*": Form(own)}
         opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
         blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
         holdings, _ = check_tensors(opened, blueprint.shapes)
@@ -130,8 +130,9 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
             "one of these"
         )
     opened = open_folder(path, upcycle)
-    few = opened.quantization.format
-    stored = opened.files.guess_dtype().name + f", {few}" * bool(few)
+    stored = opened.files.guess_dtype().name
+    if opened.quantization is not None:
+        stored += f", {opened.quantization.NAME}"
     model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
     return Origin(path.resolve(), model, opened.sha256, stored, upcycle=upcycle)
 
@@ -150,7 +151,7 @@ def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Orig
     weights = find_weights(path)
     data, stored = None if "data" in saved_own(mapping) else run.data, run.execution.param_dtype
     if stored == "stored":
-        stored = ", ".join(dict.fromkeys(["float32", *(form.partition(" ")[0] for form in run.init_forms.values())]))
+        stored = ", ".join(dict.fromkeys(["float32", *(form.format or form.dtype for form in run.init_forms.values())]))
     checkpoint = weights.checkpoints.resolve() / str(weights.step)
     return Origin(checkpoint, mapping["model"], weights.sha256, stored, run, data)
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from moezoo.data import SOURCES, DataSettings
 from moezoo.errors import UserError, check_type
+from moezoo.hub.kept import Form
 from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.attention import REFUSED
@@ -144,7 +145,7 @@ class TrainConfig:
     frozen: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     init_from: str | None = dataclasses.field(default=None, kw_only=True)
     init_sha256: str | None = dataclasses.field(default=None, kw_only=True)
-    init_forms: Mapping[str, str] = dataclasses.field(default_factory=dict, kw_only=True)
+    init_forms: Mapping[str, Form] = dataclasses.field(default_factory=dict, kw_only=True)
     upcycle: Upcycle = dataclasses.field(default_factory=Upcycle, kw_only=True)
     adapter: Adapter = dataclasses.field(default_factory=NoAdapter, kw_only=True)
     run_dir: str | None

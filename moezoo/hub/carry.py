@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import CONFIG, write_quantization
+from moezoo.hub.formats.base import CONFIG
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.json_files import open_file, read_json
-from moezoo.hub.kept import Leaving, leaving, modules_in_numbers, own_pieces
+from moezoo.hub.leaving import Leaving, leaving, modules_in_numbers, own_pieces
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
 from moezoo.hub.tensors import Tensor, arrays_by_path
@@ -106,7 +106,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
     leaves = leaving(own.values(), arrays_by_path(model), values.rounds_to)
     if values.rounds_to is not None and opened.nesting.names:
         raise UserError(
-            f"format={values.rounds_to.name}: {opened.folder} has a model for images around the language model, whose "
+            f"format={values.rounds_to.NAME}: {opened.folder} has a model for images around the language model, whose "
             "modules transformers would read in few bits too; leave format out"
         )
     pieces = _pieces(own, expected, leaves, values)
@@ -121,11 +121,10 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
         texts[INDEX] = _index(opened.folder / INDEX, written)
     dtypes, quantization = _common_dtypes(own, values, expected), opened.mapping
     theirs_few = {name: one.few for name, one in expected.items() if isinstance(one, FewBits)}
-    if {n: few.kind for n, few in leaves.few.items()} != {n: few.kind for n, few in theirs_few.items()}:
+    if {n: few.format for n, few in leaves.few.items()} != {n: few.format for n, few in theirs_few.items()}:
         quantization = {}
         if leaves.format is not None:
-            modules = modules_in_numbers(own.values(), leaves.few)
-            quantization = {CONFIG: write_quantization(leaves.format, leaves.few.values(), modules)}
+            quantization = {CONFIG: leaves.format.write(modules_in_numbers(own.values(), leaves.few))}
     texts["config.json"] = _config_json(ours, theirs, dtypes, quantization, opened)
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():
@@ -142,7 +141,7 @@ def _pieces(
     for name, tensor in own.items():
         few, holding = leaves.few.get(name), expected[name]
         pieces = own_pieces(tensor, leaves, values)
-        if few and isinstance(holding, FewBits) and few.kind == holding.few.kind:
+        if few and isinstance(holding, FewBits) and few.format == holding.few.format:
             # With the names, and the words for dtypes and shapes, that the folder has.
             pieces = few_bit_pieces(holding.few, values.dtype(holding.few.kept_scale))
             found |= {piece.name: [holding.as_stored(piece)] for piece in pieces if piece.name in holding.names[:2]}

@@ -1,7 +1,7 @@
 """How a folder holds the tensors of a model, and which pieces of its files fill the arrays of devices.
 
-A holding is one tensor of the model: in numbers (`Numbers`), or in few bits that are widened (`Widened`) or kept in a
-container (`Kept`). Its pieces can be read at the same time, each by one thread.
+A holding is one tensor of the model: in numbers (`Numbers`), or in few bits (`FewBits`), which fill containers as they
+are and are widened for arrays. Its pieces can be read at the same time, each by one thread.
 """
 
 import abc
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import FewBitTensor, ScaleTensor
+from moezoo.hub.formats.base import FewBitTensor
 from moezoo.hub.regions import Box, Interval, Region
 from moezoo.hub.tensors import Tensor
-from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
+from moezoo.hub.weight_files import DTYPES, WeightFiles
 from moezoo.nn.few_bits import as_float32
 
 _LEAST_PIECE = 2**16  # bytes that are read at once
@@ -230,22 +230,8 @@ class Numbers(Holding):
             return self.files.read(self.tensor.name).astype(dtype, copy=False)
 
 
-class Bits(Numbers):
-    """A tensor of numbers or scales of few bits, which is read as it is."""
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype that a container has for it."""
-        return self.files.stored_dtype(self.tensor.name)
-
-    def read(self, dtype: np.dtype) -> np.ndarray:
-        del dtype
-        name = self.tensor.name
-        return _read_scales(self.files, name) if isinstance(self.tensor, ScaleTensor) else self.files.read(name)
-
-
 class FewBits(Holding):
-    """A weight in few bits. Subclasses differ in what they make of it."""
+    """A weight in few bits: the arrays of containers get numbers and scales as they are, other arrays wide numbers."""
 
     def __init__(self, files: WeightFiles, few: FewBitTensor):
         super().__init__(files, few.tensor)
@@ -277,24 +263,28 @@ class FewBits(Holding):
 
     def check(self) -> None:
         few, found = self.few, self.files.tensors[self.few.scale]
-        self.files.check(few.scale, found.shape, few.format.scale_kinds)
+        self.files.check(few.scale, found.shape, few.format.SCALE_KINDS)
         one = np.broadcast_to(np.zeros((), self.scale_dtype), few.scale_shape[-2:])
         few.encoding(one)  # refuses numbers of inputs that the format cannot have
-        self.files.check(few.values, few.values_shape, (few.format.kind,))
-        if few.has_blocks or math.prod(found.shape) != math.prod(few.scale_shape):
-            self.files.check(few.scale, few.scale_shape, few.format.scale_kinds)
+        self.files.check(few.values, few.values_shape, (few.format.KIND,))
+        if few.format.has_blocks or math.prod(found.shape) != math.prod(few.scale_shape):
+            self.files.check(few.scale, few.scale_shape, few.format.SCALE_KINDS)
 
+    def read_stored(self, name: str) -> np.ndarray:
+        """Return the tensor of this name as the files have it. Raises `UserError` for scales that are not finite."""
+        return _read_scales(self.files, name) if name == self.few.scale else self.files.read(name)
 
-class Widened(FewBits):
-    """A weight in few bits that becomes numbers while it is read."""
+    def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
+        yield from super().pieces(arrays)
+        yield from self._kept_pieces(arrays)
 
     def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
         few, dims = self.few, self.tensor.dims
         boxes = [self.tensor.in_file(place.part, place.box) for place in places]
         inputs = len(self.tensor.axes.inputs)
         # Items hold neighbours along the last input dimension, or along all of them.
-        whole = dims[-1] % few.format.per_item != 0
-        per, first = few.format.per_item, len(dims) - inputs
+        whole = dims[-1] % few.format.PER_ITEM != 0
+        per, first = few.format.PER_ITEM, len(dims) - inputs
         items = (*dims[:first], math.prod(dims[first:]) // per) if whole else (*dims[:-1], dims[-1] // per)
 
         def in_items(box: Box) -> Box:
@@ -309,7 +299,7 @@ class Widened(FewBits):
 
         scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
         region = self.files.region(few.values, items, map(in_items, boxes))
-        widens = 4 * few.format.container.PER_BYTE  # numbers of four bytes
+        widens = 4 * per // self.files.stored_dtype(few.values).itemsize  # numbers of four bytes
         yield Piece(self.tensor.name, region, functools.partial(self._read_piece, in_numbers, places, scales), widens)
 
     def _read_piece(
@@ -324,11 +314,8 @@ class Widened(FewBits):
             numbers[i] = self.few.encoding(grid[expert]).widen(items[i], rows, columns, np.float32)
         return are_finite(numbers) & _write(self.tensor, wide, numbers.reshape(wide.read_shape), places)
 
-
-class Kept(FewBits):
-    """A weight in few bits that is read into a container (`moezoo.nn.few_bits`)."""
-
-    def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
+    def _kept_pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
+        """Yield what the arrays of containers hold."""
         few = self.few
         numbers = few.kept_values
         places = _places(numbers, arrays)
@@ -350,9 +337,6 @@ class Kept(FewBits):
         ]
         scales = _Scales(self.files, few, boxes)
         yield Piece(self.tensor.name, scales.region, functools.partial(self._read_scales, scales, found), 0)
-
-    def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
-        return Widened(self.files, self.few)._pieces(places)
 
     def _read_values(self, places: Sequence[_Place], region: Region) -> bool:
         items = self.files.read(self.few.values, region)
@@ -450,14 +434,3 @@ def are_finite(numbers: np.ndarray) -> bool:
     if numbers.dtype.name == "bfloat16":  # NumPy has no fast loop for it.
         return bool(((numbers.view(np.uint16) & 0x7F80) != 0x7F80).all())
     return bool(np.isfinite(numbers).all())
-
-
-def most_common_dtype(holdings: Sequence[Holding]) -> np.dtype:
-    """Return the dtype that most numbers have by default, without those that are kept in few bits."""
-    numbers = [holding for holding in holdings if not isinstance(holding, Kept)] or holdings
-    return common_dtype((holding.dtype, math.prod(holding.tensor.shape)) for holding in numbers)
-
-
-def keep_few_bits(holdings: Iterable[Holding]) -> list[Holding]:
-    """Return the holdings, with those in few bits as `Kept`."""
-    return [Kept(one.files, one.few) if isinstance(one, FewBits) else one for one in holdings]

@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.host import check_host
 from moezoo.hub.adapters import load_adapter
-from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite, keep_few_bits
+from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite
 from moezoo.hub.loading_progress import LoadingProgress
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
 from moezoo.hub.regions import Box
@@ -38,7 +38,7 @@ from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, copied, deviat
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
-from moezoo.nn.few_bits import FewBits, cut_pieces
+from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
@@ -149,18 +149,14 @@ def load_as(
         opened = opened._replace(config=shapes.config)
         holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
         needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
-        kept = {path for path, x in needed.items() if isinstance(x, FewBits)}
-        both: list[Holding] = []  # a tensor may have parts of a container, and others
-        for one, few in zip(holdings, keep_few_bits(holdings), strict=True):
-            parts = {path for path, _ in one.tensor.parts} & needed.keys()
-            both += [few] * bool(parts & kept) + [one] * bool(parts - kept)
+        holdings = [one for one in holdings if any(path in needed for path, _ in one.tensor.parts)]
         if execution is None:
             here = SingleDeviceSharding(jax.local_devices()[0])
             shardings = jax.tree.map(lambda _: here, wanted)
         else:
             chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
             shardings = jax.tree.map(chosen, wanted, on_mesh(execution).shardings(shapes), is_leaf=lambda x: x is None)
-        return _load(opened, Found(wanted, both, unused), shardings, mesh)
+        return _load(opened, Found(wanted, holdings, unused), shardings, mesh)
 
     return _load_everywhere(load, folder, mesh, upcycle)
 
@@ -212,7 +208,7 @@ def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | Abst
         check_host(what, sum(array.size for array in arrays.values()), advice)
     else:
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
-    noise = deviations(holdings, upcycle)
+    noise = deviations(holdings, arrays, upcycle)
     for path, array in arrays.items():
         if not upcycle.draws(path):
             array.begin()

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,15 @@ import numpy as np
 
 from moezoo.errors import UserError, locating
 from moezoo.host import check_name
-from moezoo.hub.few_bits import ACTIVATION_SCALES, CONFIG, Quantization, find_few_bits, read_quantization
-from moezoo.hub.holdings import Holding, Numbers, Widened, keep_few_bits, most_common_dtype
+from moezoo.hub.few_bits import ACTIVATION_SCALES, find_few_bits, read_quantization
+from moezoo.hub.formats.base import CONFIG, Format
+from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
-from moezoo.hub.weight_files import WeightFiles
+from moezoo.hub.weight_files import WeightFiles, common_dtype
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -43,7 +45,7 @@ class OpenFolder(NamedTuple):
     family: Family
     hub: Hub
     config: ModelConfig
-    quantization: Quantization
+    quantization: Format | None
     files: WeightFiles
     nesting: Nesting
     upcycle: Upcycle
@@ -103,7 +105,7 @@ class Described(NamedTuple):
     family: Family
     hub: Hub
     config: ModelConfig
-    quantization: Quantization
+    quantization: Format | None
     keys: Mapping[str, str]
 
 
@@ -139,11 +141,11 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         quantization = read_quantization(mapping)
     except UserError as error:
         raise UserError(f"{folder}/{error}") from error
-    if quantization.format and inner.format and quantization != inner:
+    if quantization and inner and quantization != inner:
         raise UserError(
             f"{folder}/config.json: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one"
         )
-    quantization = quantization if quantization.format else inner
+    quantization = quantization or inner
     config = upcycle.widen(config) if upcycle.experts else config
     return Described(mapping, text is not mapping, family, hub, config, quantization, keys)
 
@@ -188,11 +190,11 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
     guess = dtype or files.guess_dtype().name
     shapes = Blueprint(opened.config, guess).shapes
     holdings, unused = check_tensors(opened, shapes)
-    holdings = keep_few_bits(holdings) if is_stored else holdings
-    common = dtype or most_common_dtype(holdings).name
+    counted = [each for each in holdings if not (is_stored and isinstance(each, FewBits))] or holdings
+    common = dtype or common_dtype((each.dtype, math.prod(each.tensor.shape)) for each in counted).name
     shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
     with locating(str(opened.folder)):
-        return Found(keep(shapes, holdings), holdings, unused)
+        return Found(keep(shapes, holdings) if is_stored else shapes, holdings, unused)
 
 
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:
@@ -213,7 +215,7 @@ def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     """Return how the folder holds a tensor; one that it does not have counts as one in numbers."""
     with locating(str(opened.folder)):
         few = find_few_bits(tensor, opened.files.tensors, opened.quantization)
-    return Numbers(opened.files, tensor) if few is None else Widened(opened.files, few)
+    return Numbers(opened.files, tensor) if few is None else FewBits(opened.files, few)
 
 
 def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Upcycle) -> Family:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import FewBitTensor, Format, ScaleTensor, ValuesTensor
+from moezoo.hub.formats.base import FewBitTensor, Format, ScaleTensor, ValuesTensor
 from moezoo.hub.holdings import are_finite
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
@@ -34,7 +34,7 @@ class RoundedValues(Values):
     def dtype(self, tensor: Tensor) -> np.dtype:
         if not self._rounds(tensor):
             return self._values.dtype(tensor)
-        return self._format.scale_dtype if isinstance(tensor, ScaleTensor) else np.dtype(np.uint8)
+        return self._format.SCALE_DTYPE if isinstance(tensor, ScaleTensor) else np.dtype(np.uint8)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         return self._values.stored_dtype(tensor)
@@ -51,12 +51,12 @@ class RoundedValues(Values):
             return None
         if not are_finite(weight):
             raise UserError(
-                f"format={self._format.name}: {few.plain.name} has NaN or infinities, which have no rounding; leave "
+                f"format={self._format.NAME}: {few.plain.name} has NaN or infinities, which have no rounding; leave "
                 "format out"
             )
         whole = weight if few.plain.layout == "alternating" else weight.swapaxes(-1, -2)
         axes = Axes(Role.WEIGHT, ("expert",) * len(few.lead), ("input",), ("output",))
-        stored = _rounded(few.format.container, jnp.asarray(whole), axes)
+        stored = _rounded(few.format.CONTAINER, jnp.asarray(whole), axes)
         if isinstance(tensor, ValuesTensor):
             return np.ascontiguousarray(np.asarray(stored.values).swapaxes(-1, -2))
         return _of_blocks(stored, few)

@@ -17,8 +17,9 @@ from jax.core import Tracer
 
 from moezoo.errors import UserError, describe_class
 from moezoo.hub.carry import Carried, Copying, plan_copy
-from moezoo.hub.few_bits import CONFIG, format_argument, write_quantization
-from moezoo.hub.kept import leaving, modules_in_numbers, own_pieces, rounding_warnings
+from moezoo.hub.few_bits import format_argument
+from moezoo.hub.formats.base import CONFIG
+from moezoo.hub.leaving import leaving, modules_in_numbers, own_pieces, rounding_warnings
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.rounding import RoundedValues
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
@@ -166,7 +167,7 @@ def plan_folder(model: Any, values: Values, max_shard_size: int | str | None, te
         texts[INDEX] = {"metadata": {"total_size": sum(file.tensor_bytes for file in files)}, "weight_map": where}
     config = family.hub.write(model.config)
     if leaves.format is not None:
-        config[CONFIG] = write_quantization(leaves.format, leaves.few.values(), modules_in_numbers(parts, leaves.few))
+        config[CONFIG] = leaves.format.write(modules_in_numbers(parts, leaves.few))
     config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.

@@ -44,6 +44,10 @@ class Tensor:
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout | Literal["alternating_outputs"] = "plain"
 
+    def parts_below(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the parts of a tensor of as many, which are arrays of this name in containers at the paths."""
+        return tuple((f"{path}.{name}", index) for path, index in self.parts)
+
     @property
     def _joined(self) -> tuple[int, ...]:
         """The shape of all parts, joined."""
@@ -149,6 +153,12 @@ def arrays_by_path(model: Any) -> dict[str, Any]:
     """Return a model's parameters (or shapes) by the paths that `Tensor.parts` uses."""
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_stored)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
+
+
+def is_of_products(tensor: Tensor) -> bool:
+    """Return whether a weight is in a layer, and not in a router: these have few bits in released folders."""
+    path, index = tensor.parts[0]
+    return bool(index) and ".router." not in path
 
 
 def require_names(arrays: Mapping[str, Any], plan: Iterable[Tensor]) -> None:

@@ -9,7 +9,7 @@ computes, whatever the router chooses, and the mixture starts with the logits of
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from moezoo.errors import UserError
-from moezoo.hub.holdings import Boxes, Holding, Kept, Target
+from moezoo.hub.holdings import Boxes, Holding, Target
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path
 from moezoo.models import ModelConfig
@@ -107,18 +107,18 @@ class _Each(NamedTuple):
         return all([target.write(values, (layer, expert, *inner)) for expert, target in self.targets])
 
 
-def deviations(holdings: Iterable[Holding], upcycle: Upcycle) -> dict[str, dict[int, float]]:
+def deviations(holdings: Iterable[Holding], arrays: Container[str], upcycle: Upcycle) -> dict[str, dict[int, float]]:
     """Return the standard deviation of the noise of each array of experts, by its path and layer; {} without noise.
 
-    They are those of the numbers in the files, so that they are the same on every mesh. Raises `UserError` for weights
-    that stay in few bits.
+    They are those of the numbers in the files, so that they are the same on every mesh. `arrays` are the paths of the
+    arrays that are filled. Raises `UserError` for weights that stay in few bits.
     """
     found: dict[str, dict[int, float]] = {}
     for holding in holdings if upcycle.noise else ():
         path, index = holding.tensor.parts[0]
         if not _is_of_experts(path):
             continue
-        if isinstance(holding, Kept):
+        if path not in arrays:  # but those of its container
             raise UserError(
                 f"upcycle.noise={upcycle.noise}: {holding.names[0]} stays in few bits, which no noise can be added to; "
                 "widen them with dtype=bfloat16, in a run execution.param_dtype=bfloat16, or leave the noise out"

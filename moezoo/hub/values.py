@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.hub.few_bits import Format
-from moezoo.hub.holdings import Bits, Holding, Kept
+from moezoo.hub.formats.base import Format
+from moezoo.hub.holdings import FewBits as InFewBits
+from moezoo.hub.holdings import Holding
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import FewBits
@@ -92,11 +93,12 @@ class FolderValues(Values):
         arrays = arrays_by_path(shapes)
         self._arrays = arrays | inside(arrays)
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
+        # What containers have of weights, by the parts of the tensors of numbers and of scales.
+        self._stored: dict[Any, tuple[InFewBits, str]] = {}
         for holding in holdings:
-            if isinstance(holding, Kept):
+            if isinstance(holding, InFewBits):
                 few = holding.few
-                for tensor in (few.kept_values, few.kept_scale):
-                    self._holdings[tensor.parts] = Bits(holding.files, tensor)
+                self._stored |= {each.parts: (holding, each.name) for each in (few.kept_values, few.kept_scale)}
 
     def has(self, tensor: Tensor) -> bool:
         return all(path in self._arrays for path, _ in tensor.parts)
@@ -105,9 +107,13 @@ class FolderValues(Values):
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
+        if found := self._stored.get(tensor.parts):
+            return found[0].files.stored_dtype(found[1])
         return self._holdings[tensor.parts].stored_dtype
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         if process != jax.process_index():
             return None
+        if found := self._stored.get(tensor.parts):
+            return found[0].read_stored(found[1])
         return self._holdings[tensor.parts].read(self.dtype(tensor))

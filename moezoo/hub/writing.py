@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import FewBitTensor
+from moezoo.hub.formats.base import FewBitTensor
 from moezoo.hub.json_files import open_file
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
@@ -111,15 +111,16 @@ def own_piece(tensor: Tensor, dtype: np.dtype) -> Piece:
 def few_bit_pieces(few: FewBitTensor, scale_dtype: np.dtype) -> list[Piece]:
     """Return the tensors of a weight that is written in few bits, given the dtype of its container's scales."""
     form = few.format
-    codes = (kind for kind in form.scale_kinds if kind in ("U8", "F8_E8M0"))
+    codes = (kind for kind in form.SCALE_KINDS if kind in ("U8", "F8_E8M0"))
     word = next(codes) if scale_dtype == np.uint8 else _NAMES[scale_dtype]
     numbers, scale = math.prod(few.tensor.shape), math.prod(few.scale_shape) * scale_dtype.itemsize
+    shape = few.scale_shape if form.has_blocks or few.lead else ()
     pieces = [
-        Piece(few.values, form.kind, few.values_shape, numbers // form.container.PER_BYTE, few.kept_values),
-        Piece(few.scale, word, few.scale_shape if few.has_blocks or few.lead else (), scale, few.kept_scale),
+        Piece(few.values, form.KIND, few.values_shape, numbers // form.CONTAINER.PER_BYTE, few.kept_values),
+        Piece(few.scale, word, shape, scale, few.kept_scale),
     ]
     bits = np.array(few.matrix, "<i8").tobytes()
-    pieces += [Piece(few.tensor.name + end, "I64", (2,), len(bits), bits=bits) for end in form.others]
+    pieces += [Piece(few.tensor.name + end, "I64", (2,), len(bits), bits=bits) for end in form.SHAPES]
     return pieces
 
 

@@ -29,9 +29,10 @@ from moezoo.errors import UserError
 from moezoo.hub.adapters import read_adapter
 from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, training_of, write_card
 from moezoo.hub.carry import Carried, Copying
-from moezoo.hub.few_bits import CONFIG, format_argument
+from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config, with_ends
-from moezoo.hub.kept import Leaving, leaving, rounding_warnings
+from moezoo.hub.formats.base import CONFIG
+from moezoo.hub.leaving import Leaving, leaving, rounding_warnings
 from moezoo.hub.merging import MergedValues
 from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.public_names import last_name, name_of_model, without_paths
@@ -107,7 +108,7 @@ class Export:
         leaves, has = self._leaves, self.origin.values.has
         rounded = [few for few in leaves.few.values() if not has(few.kept_scale)]
         kept = len(leaves.few) - len(rounded)
-        few_bits = f" and {leaves.format.name}" if leaves.format is not None else ""
+        few_bits = f" and {leaves.format.NAME}" if leaves.format is not None else ""
         config, sizes, weights = self.origin.wanted.config, self.plan.sizes, self.plan.weights
         total, _ = count_parameters(self.origin.wanted, config.experts_per_token)
         others = len(sizes) - len(weights)
@@ -127,7 +128,7 @@ class Export:
             lines.append(("adapter", f"{self.origin.adapter}, merged"))
         if leaves.format is not None:
             counts = ((len(rounded), "rounded to"), (kept, "kept in"))
-            some = (f"{counted(number, 'weight')} {what} {leaves.format.name}" for number, what in counts if number)
+            some = (f"{counted(number, 'weight')} {what} {leaves.format.NAME}" for number, what in counts if number)
             lines.append(("few bits", ", ".join(some)))
         if narrowed := collections.Counter(dtypes for dtypes, _ in self._sizes if not np.can_cast(*dtypes)):
             some = (
@@ -282,7 +283,7 @@ def plan_export(
         what = f"{origin.facts.what} It is of the family {name_of(config)} and has {sizes}."
         facts = origin.facts._replace(name=last_name(new), what=what)
         if rounds_to is not None:
-            rounded = f"{what} Weights of layers are rounded to {rounds_to.name}."
+            rounded = f"{what} Weights of layers are rounded to {rounds_to.NAME}."
             facts = facts._replace(what=rounded, relation=facts.relation or "quantized")
         if base is not None and not facts.license:
             facts = facts._replace(license=license_of(read_card(base)))

@@ -1,6 +1,7 @@
 """Runs that start from weights: a Hugging Face folder, in numbers and in few bits, and another run."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, Jsonl, Mixture, Text, Tokens, Weighted
 from moezoo.hub.folders import end_of_text, hub_model_config
+from moezoo.hub.kept import Form
 from moezoo.models import DeepSeekConfig
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits
@@ -406,9 +408,42 @@ def test_no_run_is_written_into_a_folder_of_a_model(folders):
 
 def test_forms_that_no_folder_has(folders):
     cfg = moezoo.compose(f"init_from={folders.few}", "execution.param_dtype=stored", "frozen=['*.key_up']")
-    for form in ("float33", "int8", "fp8 16x24", "int32"):
-        with refused(f"init_forms has {form}, which is no form of this version; leave init_forms out"):
-            _ = blueprint_of(dataclasses.replace(cfg, init_forms={"*": form})).shapes
+    words = ("float33", "int8", "fp8 16x24", "int32", "fp8 16 float32", "fp8 16x24 int32", "fp9 16x24 float32")
+    for text in (*words, "fp8 0x24 float32", "fp8 16x24x32 float32", "uint8"):
+        with refused("init_forms has ", "which is no form of this version; leave init_forms out"):
+            Form.from_text(text)
+    with refused("init_forms has mxfp4 with blocks of 1 x 31 and scales in uint8, which is no form of this version"):
+        other = dataclasses.replace(cfg, init_forms={"*": Form("uint8", "mxfp4", (1, 31))})
+        _ = blueprint_of(other).shapes
+
+
+def test_runs_of_earlier_versions_have_forms_as_texts(stored, tmp_path):
+    """In config.yaml and in checkpoints; they are resumed, evaluated and started from like others."""
+    assert Form.from_text("bfloat16") == Form("bfloat16")
+    old = tmp_path / "old"
+    shutil.copytree(stored, old)
+    found = moezoo.saved_config(stored).init_forms
+    assert {form.format for form in found.values()} == {None, "fp8"}
+    texts = {
+        path: form.dtype if form.format is None else f"fp8 {form.block[0]}x{form.block[1]} {form.dtype}"
+        for path, form in found.items()
+    }
+    own = as_mapping(moezoo.saved_config(stored))
+    section = {"dtype": "float32", "format": "fp8", "block": [16, 24]}
+    assert own["init_forms"]["*.feed_forward.shared.gate"] == section
+    (old / "config.yaml").write_text(to_yaml(own | {"init_forms": texts}))
+    for checkpoint in old.glob("checkpoints/[0-9]*"):
+        about, sums = (json.loads((checkpoint / name).read_text()) for name in ("about.json", "sha256.json"))
+        about["config"]["init_forms"] = texts
+        (checkpoint / "about.json").write_text(json.dumps(about))
+        sums["about.json"] = hashlib.sha256((checkpoint / "about.json").read_bytes()).hexdigest()
+        (checkpoint / "sha256.json").write_text(json.dumps(sums))
+    assert moezoo.saved_config(old).init_forms == found
+    assert_same_models(moezoo.load_run(old)[0], moezoo.load_run(stored)[0])
+    with steps_only():
+        run = moezoo.train(moezoo.compose(f"resume={old}/checkpoints/1", f"run_dir={tmp_path}/again"))
+    assert read_rows(run.folder) == read_rows(stored)
+    assert moezoo.compose(f"init_from={old}", *SYNTHETIC, *STORED).init_forms == found
 
 
 def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
@@ -436,6 +471,6 @@ def test_tokens_that_are_not_those_of_the_weights(folders, tmp_path):
 def test_blueprints_of_forms_are_those_of_the_run(folders):
     """`sharding` and `evaluate` see the containers; what a pattern would match and is trained has no form."""
     cfg = moezoo.compose(f"init_from={folders.few}", "execution.param_dtype=stored", "frozen=['.stacks[1]*.key_up']")
-    assert cfg.init_forms == {".stacks[1].blocks[0].attention.key_up": "fp8 16x24 float32"}
+    assert cfg.init_forms == {".stacks[1].blocks[0].attention.key_up": Form("float32", "fp8", (16, 24))}
     stacks = blueprint_of(cfg).shapes.stacks
     assert [isinstance(stack.blocks[0].attention.key_up, FewBits) for stack in stacks] == [False, True]

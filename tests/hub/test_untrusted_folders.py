@@ -14,7 +14,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, PLAIN, YARN, deepseek_v3, keys_of, write_zeros
 
 import moezoo
-from moezoo.hub.few_bits import Quantization, read_quantization
+from moezoo.hub.few_bits import read_quantization
+from moezoo.hub.formats.base import Format
+from moezoo.hub.formats.fp8 import FP8Blocks
+from moezoo.hub.formats.int4 import Int4Groups
+from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.models import FAMILIES, DeepSeek, family_of
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
@@ -155,24 +159,24 @@ _INT4 |= {"block_structure": None, "dynamic": False, "observer": "minmax", "obse
 _GROUP = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
 _TENSORS = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None}
 _TENSORS |= {"ignore": ["lm_head", "re:.*self_attn.*"]}
-FEW_BITS: dict[str, tuple[dict[str, Any], Quantization]] = {
-    "DeepSeek-V3": (_FP8, Quantization("fp8", (128, 128))),
-    "DeepSeek-V3.1": (_FP8 | {"scale_fmt": "ue8m0"}, Quantization("fp8", (128, 128))),
+FEW_BITS: dict[str, tuple[dict[str, Any], Format]] = {
+    "DeepSeek-V3": (_FP8, FP8Blocks((128, 128))),
+    "DeepSeek-V3.1": (_FP8 | {"scale_fmt": "ue8m0"}, FP8Blocks((128, 128))),
     "MiniMax-M2": (
         _FP8 | {"fmt": "float8_e4m3fn", "modules_to_not_convert": ["gate", "lm_head"]},
-        Quantization("fp8", (128, 128)),
+        FP8Blocks((128, 128)),
     ),
     "Mistral Large 3": (
         {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False},
-        Quantization("fp8", None),
+        FP8Blocks(None),
     ),
     "gpt-oss": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
-        Quantization("mxfp4", (1, 32)),
+        MXFP4Groups(),
     ),
     "Kimi K2 Thinking": (
         _TENSORS | {"format": "pack-quantized", "config_groups": {"group_0": _GROUP | {"weights": _INT4}}},
-        Quantization("int4", (1, 32)),
+        Int4Groups(32),
     ),
 }
 

@@ -1,0 +1,95 @@
+"""How the tensors of a model leave: as arrays, or in the few bits that containers hold or arrays are rounded to."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from moezoo.errors import UserError
+from moezoo.hub.few_bits import stating
+from moezoo.hub.formats.base import FewBitTensor, Format, outputs_first
+from moezoo.hub.tensors import Tensor, is_of_products
+from moezoo.hub.values import Values
+from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
+from moezoo.nn.few_bits import FewBits
+from moezoo.parallel.axes import Role
+
+
+class Leaving(NamedTuple):
+    """How the tensors of a model are written.
+
+    Attributes:
+        few: The weights that are written in few bits, by the name that they have in numbers.
+        format: Their format; None if there are none.
+        refused: Why containers of few bits become numbers, in words that follow "weights of few bits"; None if none do.
+    """
+
+    few: Mapping[str, FewBitTensor]
+    format: Format | None = None
+    refused: str | None = None
+
+
+def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format | None = None) -> Leaving:
+    """Return which tensors of a model, with `arrays` by their paths, are written in few bits.
+
+    A folder states one format and one size of blocks, and all parts of a tensor are containers of it. Otherwise
+    containers are written as the arrays that they stand for.
+
+    Args:
+        own: All tensors of the model.
+        arrays: Its arrays and containers.
+        rounds_to: The format that weights of products in layers get, those of routers apart.
+
+    Raises:
+        UserError: No weight fits `rounds_to`, or containers have another format.
+    """
+    found: dict[str, tuple[Tensor, list[Format]]] = {}  # weights, and the ways to state each
+    others: list[str] = []
+    for tensor in own:
+        parts = [arrays[path] for path, _ in tensor.parts]
+        kinds = {(type(part), part.block) if isinstance(part, FewBits) else None for part in parts}
+        if kinds == {None}:
+            if rounds_to and rounds_to.has(tensor) and is_of_products(tensor):
+                found[tensor.name] = tensor, [rounds_to]
+            continue
+        *_, rows, columns = outputs_first(tensor).shape
+        ways = [way for way in stating(parts[0], (rows, columns)) if way.has(tensor)] if len(kinds) == 1 else []
+        if ways:
+            found[tensor.name] = tensor, ways
+        else:
+            others.append(tensor.name)
+    first = next((ways for _, ways in found.values()), [])
+    usual = [ways[0] for _, ways in found.values()]
+    common = [way for way in first if all(way in ways for _, ways in found.values())]
+    names = sorted({form.NAME for form in usual})
+    refused = None
+    if others:
+        refused = f"such as {others[0]} are in a format that folders of this family do not have"
+    elif len(names) > 1:
+        refused = f"are in {len(names)} formats ({', '.join(names)}), and a folder has one"
+    elif found and not common:
+        refused = f"have blocks of {len(set(usual))} sizes, and a folder has one"
+    if rounds_to and rounds_to.NAME not in names:
+        raise UserError(f"format={rounds_to.NAME}: folders of this family have no weight that fits it; leave it out")
+    if rounds_to and refused:
+        raise UserError(f"format={rounds_to.NAME}: weights of few bits {refused}; load the folder with dtype=bfloat16")
+    if refused or not found:
+        return Leaving({}, None, refused)
+    return Leaving({name: common[0].tensor(tensor) for name, (tensor, _) in found.items()}, common[0])
+
+
+def rounding_warnings(few: Collection[FewBitTensor]) -> Iterator[str]:
+    """Yield which weights, rounded to few bits, transformers does not read as they are written."""
+    for form in dict.fromkeys(one.format for one in few):
+        yield from form.unread([one for one in few if one.format == form])
+
+
+def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
+    """Return what a folder has of a tensor of the model: itself, or numbers of few bits and scales."""
+    if (few := leaves.few.get(tensor.name)) is None:
+        return [own_piece(tensor, values.dtype(tensor))]
+    return few_bit_pieces(few, values.dtype(few.kept_scale))
+
+
+def modules_in_numbers(own: Iterable[Tensor], few: Mapping[str, FewBitTensor]) -> list[str]:
+    """Return the names of transformers' modules with a matrix in numbers."""
+    names = {tensor.name for tensor in own if tensor.axes.role is Role.WEIGHT} - few.keys()
+    return sorted({name.removesuffix(".weight") for name in names})
