@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import signal
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,6 +36,13 @@ def last_words(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = (line for line in lines if line.startswith(("F0", "Check failed", "Fatal")))
     return next(said, lines[-1] if lines else "")[:300]
+
+
+def describe_end(code: int) -> str:
+    """Return how a process ended whose `subprocess` return code, below 0 for a signal, is not 0."""
+    if code >= 0:
+        return f"ended with code {code}"
+    return f"ended by {signal.Signals(-code).name}{', perhaps because memory ran out' * (code == -signal.SIGKILL)}"
 
 
 def check_type(name: str, value: Any, kind: type, remedy: str) -> None:

@@ -52,9 +52,7 @@ def add_xla_flags(*more: str) -> None:
             flags = " ".join(Path(flags).read_text().split())
         except OSError:
             return
-    try:
-        jaxlib = importlib.metadata.version("jaxlib")
-    except importlib.metadata.PackageNotFoundError:  # nothing will be compiled, and `moezoo doctor` reports it
+    if (jaxlib := installed("jaxlib")) is None:  # nothing will be compiled, and `moezoo doctor` reports it
         return
     fused = NO_FUSED_CPU_SUMS if jaxlib.startswith("0.10.") else NO_FUSED_CPU_KERNELS
     missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused, *more) if flag.partition("=")[0] not in flags]
@@ -85,16 +83,17 @@ def leave_out_plugins() -> None:
     What the user has set stays. JAX reads the variable when it is imported. WSL2 shows GPUs of all makers as one file.
     """
     has_device = bool(driver_files()) or Path("/dev/dxg").exists()
-    if _PLATFORMS not in os.environ and not has_device and any(map(_is_installed, _PLUGINS)):
+    if _PLATFORMS not in os.environ and not has_device and any(map(installed, _PLUGINS)):
         os.environ[_PLATFORMS] = "cpu"
         own_variables.add(_PLATFORMS)
 
 
-def _is_installed(name: str) -> bool:
+def installed(name: str) -> str | None:
+    """Return the version of a distribution; None where it is not installed."""
     try:
-        return bool(importlib.metadata.version(name))
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 def is_same_file(one: Path, other: Path) -> bool:

@@ -17,8 +17,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 # How long the main thread has to act, before the other thread does. It stops at its next instruction, so it does not
@@ -97,6 +97,36 @@ def blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _NUMBERS)
+
+
+class Ended(NamedTuple):
+    """How a process ended: its exit code, the last line of its stderr, and the first signal passed on to it, or 0."""
+
+    code: int
+    line: str
+    signal: int = 0
+
+
+def run_child(command: Sequence[str], on_line: Callable[[str], object], **options: Any) -> Ended:
+    """Run a process, which gets the signals of this one; `on_line` receives each line of its stderr as it comes.
+
+    `options` are those of `subprocess.Popen`, and the code of a process that a signal ended is negative, as there.
+    """
+    import subprocess
+
+    with blocked():
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, **options)
+    received, last = [], ""
+
+    def receive(number: int) -> None:
+        received.append(number)
+        child.send_signal(number)
+
+    with receiving(receive), child:
+        for raw in child.stderr or ():
+            on_line(line := raw.decode(errors="replace"))
+            last = line.strip() or last
+    return Ended(child.returncode, last, *received[:1])
 
 
 def end(number: int) -> None:

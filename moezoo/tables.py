@@ -2,7 +2,7 @@
 
 import itertools
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 _GAP = "  "
@@ -10,9 +10,11 @@ _NARROWEST = 8  # characters of a column whose cells are wrapped
 _LONGEST = 34  # characters of a name with a text beside it
 
 
-def cell(value: Any, form: str = "") -> str:
-    """Return a value as `format` prints it; None leaves the cell empty."""
-    return "" if value is None else format(value, form)
+def cell(value: Any, form: str | Callable[[Any], str] = "") -> str:
+    """Return a value as `format` or the function `form` prints it; None leaves the cell empty."""
+    if value is None:
+        return ""
+    return format(value, form) if isinstance(form, str) else form(value)
 
 
 def plain(
@@ -21,6 +23,7 @@ def plain(
     right: Collection[int] = (),
     rule: bool = True,
     width: int | None = None,
+    gap: str = _GAP,
 ) -> list[str]:
     """Return the lines of a table. A cell may have several lines, and the last cells of a row may be left out.
 
@@ -30,11 +33,12 @@ def plain(
         right: The columns, counted from 0, that are aligned to the right; their cells are never wrapped.
         rule: Whether a line separates the header from the rows.
         width: The most characters of a line. The longest cells that are aligned to the left are wrapped to fit it.
+        gap: What separates two columns.
     """
     columns = [[text.split("\n") for text in each] for each in itertools.zip_longest(header, *rows, fillvalue="")]
     widths = [max(len(line) for lines in column for line in lines) for column in columns]
     if width is not None:
-        widths = _narrow(widths, right, width)
+        widths = _narrow(widths, right, width - len(gap) * (len(widths) - 1))
         columns = [[_wrap(c, w) for c in column] for column, w in zip(columns, widths, strict=True)]
     lines = []
     for number, cells in enumerate(zip(*columns, strict=True)):
@@ -42,9 +46,9 @@ def plain(
         blank = [[""] * (height - len(each)) for each in cells]
         # Titles end at the rule, and rows begin on one line.
         padded = [b + c if number == 0 else c + b for b, c in zip(blank, cells, strict=True)]
-        lines += [_GAP.join(_align(line, widths, right)).rstrip() for line in zip(*padded, strict=True)]
+        lines += [gap.join(_align(line, widths, right)).rstrip() for line in zip(*padded, strict=True)]
         if number == 0 and rule:
-            lines.append("─" * (sum(widths) + len(_GAP) * (len(widths) - 1) + 1))
+            lines.append("─" * (sum(widths) + len(gap) * (len(widths) - 1) + 1))
     return lines
 
 
@@ -85,10 +89,10 @@ def _align(row: Sequence[str], widths: Sequence[int], right: Collection[int]) ->
 
 
 def _narrow(widths: Sequence[int], right: Collection[int], width: int) -> list[int]:
-    """Return the widths of columns, of which the widest ones that may be wrapped are narrower to fit `width`."""
+    """Return the widths of columns, of which the widest ones that may be wrapped are narrower to sum to `width`."""
     found = list(widths)
     wrapped = [n for n, each in enumerate(widths) if n not in right and each > _NARROWEST]
-    while wrapped and sum(found) + len(_GAP) * (len(found) - 1) > width:
+    while wrapped and sum(found) > width:
         widest = max(wrapped, key=lambda n: found[n])
         if found[widest] == _NARROWEST:
             break

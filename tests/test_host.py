@@ -147,7 +147,7 @@ def test_importing_the_package_sets_them(late):
 def test_plugins_without_a_driver_are_left_out(monkeypatch):
     """Compilers of the extra `plan` are plugins that print tracebacks; what the user has set, and drivers, decide."""
     monkeypatch.setattr(host, "own_variables", set())
-    monkeypatch.setattr(host, "_is_installed", lambda name: name == "libtpu")
+    monkeypatch.setattr(host, "installed", {"libtpu": "0.1"}.get)
     for set_to, drivers, chosen in (("", {"/dev/nvidia0": "NVIDIA"}, None), ("tpu", {}, "tpu"), ("", {}, "cpu")):
         assert not host.own_variables
         monkeypatch.setenv("JAX_PLATFORMS", set_to)

@@ -16,6 +16,11 @@ def test_columns_are_aligned_and_titles_end_at_the_rule():
     ]
     assert tables.plain(["a"], [["b"]], rule=False) == ["a", "b"]
     assert tables.plain(["a", "b"], []) == ["a  b", "─────"]
+    assert tables.plain(["a", "b"], [["longer words", "c"]], rule=False, width=10, gap=" ") == [
+        "a        b",
+        "longer   c",
+        "words",
+    ]
 
 
 def test_the_widest_texts_are_wrapped_and_numbers_are_whole():
@@ -56,3 +61,4 @@ def test_a_text_is_wrapped_beside_its_name():
 
 def test_cells():
     assert [tables.cell(None, ".2f"), tables.cell(1.234, ".2f"), tables.cell(3)] == ["", "1.23", "3"]
+    assert [tables.cell(None, hex), tables.cell(10, hex)] == ["", "0xa"]

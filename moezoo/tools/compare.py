@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import moezoo.tables as tables
 from moezoo.cli.command import KeysCommand
-from moezoo.config.options import key, read, take_switches
+from moezoo.config.options import key, read
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -35,20 +34,13 @@ class Keys:
     out: str = key("the picture to write or to replace", "FILE.png", default="compare.png")
 
 
-@dataclasses.dataclass(frozen=True)
-class Switches:
-    """The command's options with dashes."""
-
-    json: bool = key("print the table as JSON, with all digits", default=False)
-
-
 def main(arguments: Sequence[str]) -> None:
     """Draw the picture, and print what differs."""
     from moezoo.training.files import writing_to
-    from moezoo.training.reading import figures_of, read_folder
+    from moezoo.training.pictures import runs_picture
+    from moezoo.training.reading import read_folder
 
-    switches, words = take_switches(Switches, arguments)
-    keys = read(Keys, words)
+    keys = read(Keys, arguments)
     if len(keys.runs) < 2:
         raise UserError(f"{show(' '.join(keys.runs))} is one run; name two or more")
     if not keys.out.lower().endswith(".png"):
@@ -60,17 +52,10 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"by=tokens: {other.folder}/config.yaml does not show the tokens of a step; write by=steps")
     with writing_to("out", keys.out):
         Path(keys.out).parent.mkdir(parents=True, exist_ok=True)
-        draw_losses(runs, Path(keys.out), by_tokens=keys.by == "tokens")
-    differing, figures = _differing_settings(each), [figures_of(run.history) for run in each]
-    if switches.json:
-        found = [
-            {"folder": str(run.folder), "settings": {k: run.settings.get(k) for k in differing}, **those._asdict()}
-            for run, those in zip(each, figures, strict=True)
-        ]
-        print(json.dumps({"runs": found, "notes": notes, "picture": keys.out}, indent=2))
-        return
+        runs_picture(runs, Path(keys.out), by_tokens=keys.by == "tokens")
+    differing = _differing_settings(each)
     rows = [[name, *(show(run.settings[name]) if name in run.settings else "" for run in each)] for name in differing]
-    shown = zip(*map(show_figures, figures), strict=True)
+    shown = zip(*(show_figures(run.figures) for run in each), strict=True)
     rows += [[name, *cells] for (name, _), cells in zip(_FIGURES, shown, strict=True)]
     lines = tables.markdown(["", *runs], rows, right=range(1, len(runs) + 1))
     print("\n".join([*lines, *(f"note: {note}" for note in notes), f"{'picture':<12}{keys.out}"]))
@@ -79,17 +64,6 @@ def main(arguments: Sequence[str]) -> None:
 def show_figures(figures: "Figures") -> list[str]:
     """Return the cells of figures in a table."""
     return [tables.cell(value, form) for value, (_, form) in zip(figures, _FIGURES, strict=True)]
-
-
-def draw_losses(runs: "Mapping[str, ReadRun]", path: Path, *, by_tokens: bool, best: int | None = None) -> None:
-    """Draw the losses of runs, by name, over steps or over the tokens read; the one numbered `best` stands out."""
-    from moezoo.training.pictures import Curve, runs_picture
-    from moezoo.training.reading import describe_unit
-
-    scales = [float(run.tokens_per_step or 1) if by_tokens else 1.0 for run in runs.values()]
-    curves = [Curve(name, run.history, scale) for (name, run), scale in zip(runs.items(), scales, strict=True)]
-    unit = describe_unit(run.settings for run in runs.values())
-    runs_picture(curves, path, across="tokens read" if by_tokens else "training step", unit=unit, best=best)
 
 
 def _name_runs(folders: Sequence[Path]) -> list[str]:
@@ -111,18 +85,17 @@ def _compare_data(runs: "Mapping[str, ReadRun]", by: str) -> list[str]:
     """Return a line for each reason why losses of these runs, by name, cannot be compared as they are."""
     from moezoo.training.reading import unit_of
 
-    def listed(values: dict[str, Any]) -> str:
-        return ", ".join(f"{value} ({name})" for name, value in values.items())
+    def varied(values: dict[str, Any]) -> str:
+        known = {name: value for name, value in values.items() if value is not None}
+        return ", ".join(f"{value} ({name})" for name, value in known.items()) if len(set(known.values())) > 1 else ""
 
     notes = []
-    units = {name: unit for name, run in runs.items() if (unit := unit_of(run.settings)) is not None}
-    if len(set(units.values())) > 1:
-        notes.append(f"losses are in nats per {listed(units)}: they cannot be compared")
+    if units := varied({name: unit_of(run.settings) for name, run in runs.items()}):
+        notes.append(f"losses are in nats per {units}: they cannot be compared")
     if data := [name for name in _differing_settings([*runs.values()]) if name.startswith("data.")]:
         notes.append(f"the runs read or evaluate different data ({', '.join(data)}): losses are of different texts")
-    tokens = {name: each for name, run in runs.items() if (each := run.tokens_per_step) is not None}
-    if len(set(tokens.values())) > 1 and by == "steps":
-        notes.append(f"tokens per step: {listed(tokens)}; by=tokens draws the losses over them")
+    if by == "steps" and (tokens := varied({name: run.tokens_per_step for name, run in runs.items()})):
+        notes.append(f"tokens per step: {tokens}; by=tokens draws the losses over them")
     return notes
 
 
@@ -133,7 +106,6 @@ COMMAND = KeysCommand(
     description="Draw the training and validation losses of several runs in one picture, and print a table of the "
     "settings in which they differ and of their last figures. Page: docs/sweeps.md of the repository.",
     keys=Keys,
-    switches=Switches,
-    examples=("runs/A runs/B", "sweeps/NAME/*/ by=tokens out=losses.png", "runs/A runs/B --json"),
+    examples=("runs/A runs/B", "sweeps/NAME/*/ by=tokens out=losses.png"),
     positions=("runs...",),
 )

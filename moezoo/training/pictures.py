@@ -10,6 +10,7 @@ import numpy as np
 
 from moezoo.trackers import MetricsRow
 from moezoo.training.files import replace_file
+from moezoo.training.reading import ReadRun, describe_unit
 
 # The smoothed curve averages this share of the logged steps around each; it is drawn from this many logged steps on.
 _SMOOTHED_SHARE, _LEAST_SMOOTHED = 1 / 10, 20
@@ -45,7 +46,7 @@ def _save(figure: Any, path: Path) -> None:
     replace_file(path, lambda new: figure.savefig(new, format="png", dpi=120))
 
 
-def _column(history: list[MetricsRow], key: str) -> np.ndarray:
+def _column(history: Sequence[MetricsRow], key: str) -> np.ndarray:
     """Return a value of every row; NaN where a row has none."""
     return np.array([row.get(key) for row in history], float)
 
@@ -198,34 +199,21 @@ def relative_picture(
     _save(figure, path)
 
 
-class Curve(NamedTuple):
-    """The losses of one run in a picture of several.
-
-    Attributes:
-        label: The name of the run.
-        history: Its rows.
-        scale: What one step is on the horizontal axis, such as its tokens.
-    """
-
-    label: str
-    history: list[MetricsRow]
-    scale: float = 1.0
-
-
-def runs_picture(curves: Sequence[Curve], path: Path, *, across: str, unit: str, best: int | None = None) -> None:
+def runs_picture(runs: Mapping[str, ReadRun], path: Path, *, by_tokens: bool, best: int | None = None) -> None:
     """Write the picture that `draw_runs` returns to a PNG file."""
-    _save(draw_runs(curves, across=across, unit=unit, best=best), path)
+    _save(draw_runs(runs, by_tokens=by_tokens, best=best), path)
 
 
-def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | None = None) -> Any:
-    """Draw training and validation losses of several runs, in `unit`, and return the matplotlib figure.
+def draw_runs(runs: Mapping[str, ReadRun], *, by_tokens: bool, best: int | None = None) -> Any:
+    """Draw training and validation losses of several runs, by name, and return the matplotlib figure.
 
-    `across` names the horizontal axis. With `best`, the number of a curve, that one is drawn above the others, which
-    are pale. Losses far above those at the start are cut off.
+    The horizontal axis has steps or, with `by_tokens`, tokens read. With `best`, the number of a run, that one is drawn
+    above the others, which are pale. Losses far above those at the start are cut off.
     """
     figure, axes = _figure(10, 5)
     top = 0.0
-    for number, (label, history, scale) in enumerate(curves):
+    for number, (label, run) in enumerate(runs.items()):
+        history, scale = run.history, float(run.tokens_per_step or 1) if by_tokens else 1.0
         emphasised, beside = best == number, best not in (None, number)
         color = "black" if emphasised else f"C{number % 10}"
         style = {"color": color, "zorder": 2 + emphasised, "ls": ("-", "--", ":")[number // 10 % 3]}
@@ -248,10 +236,10 @@ def draw_runs(curves: Sequence[Curve], *, across: str, unit: str, best: int | No
     if top and axes.get_ylim()[1] > _MOST_ABOVE * top:
         axes.set_ylim(top=_MOST_ABOVE * top)
     _mark_integers(axes.xaxis)
-    axes.set_xlabel(across)
-    axes.set_ylabel(f"cross-entropy, {unit}")
+    axes.set_xlabel("tokens read" if by_tokens else "training step")
+    axes.set_ylabel(f"cross-entropy, {describe_unit(run.settings for run in runs.values())}")
     axes.grid(alpha=0.3)
-    more = f"\n{len(curves) - _MOST_NAMED} more are not named" if len(curves) > _MOST_NAMED else ""
+    more = f"\n{len(runs) - _MOST_NAMED} more are not named" if len(runs) > _MOST_NAMED else ""
     title = f"with dots: validation (the last)\nwithout: training, smoothed from {_LEAST_SMOOTHED} rows on{more}"
     figure.legend(loc="outside right upper", fontsize="small", title=title, title_fontsize="small")
     return figure

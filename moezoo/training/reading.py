@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,12 +46,19 @@ class ReadRun(NamedTuple):
         settings: Dotted key -> value; empty if the configuration cannot be read.
         history: The rows of metrics.jsonl, of each the values that are finite numbers.
         notes: What is wrong with the folder, a line each.
+        last: The step at which the run ends; None where that is not known.
     """
 
     folder: Path
-    settings: dict[str, Any]
-    history: list[MetricsRow]
-    notes: list[str]
+    settings: Mapping[str, Any] = types.MappingProxyType({})
+    history: Sequence[MetricsRow] = ()
+    notes: Sequence[str] = ()
+    last: int | None = None
+
+    @property
+    def figures(self) -> Figures:
+        """What the run came to."""
+        return figures_of(self.history)
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -87,7 +95,7 @@ def read_folder(named: str | Path, key: str) -> ReadRun:
     last = max((row["step"] for row in history), default=0)
     if isinstance(planned, int) and last < planned:
         notes.append(f"{folder}: not finished, at step {last} of {planned}")
-    return ReadRun(folder, settings, history, notes)
+    return ReadRun(folder, settings, history, notes, planned)
 
 
 def figures_of(history: Sequence[MetricsRow]) -> Figures:

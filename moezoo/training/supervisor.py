@@ -9,13 +9,12 @@ cause, and prints how to continue.
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-from typing import Any
 
 import moezoo.interrupts as interrupts
 from moezoo.config.run_folders import steps
+from moezoo.errors import describe_end
 from moezoo.parallel.distributed import Distributed
 from moezoo.remote import as_path
 
@@ -38,18 +37,20 @@ def supervise(settings: Distributed) -> int:
     """Run this command in a second process, report how it ended, and return the exit code for this process."""
     alive, alive_here = os.pipe()
     progress_here, progress = os.pipe()
-    with interrupts.blocked():
-        child = subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
-            env={**os.environ, _VARIABLE: f"{alive},{progress}"},
-            pass_fds=(alive, progress),
-            stderr=subprocess.PIPE,
-        )
+    held: list[str] = []
+
+    def forward(line: str) -> None:
+        # From the first line of the coordination service on, lines are held back.
+        if held or _SERVICE.match(line):
+            held.append(line)
+        else:
+            print(line, end="", file=sys.stderr, flush=True)
+
+    environment = {**os.environ, _VARIABLE: f"{alive},{progress}"}
+    command = [sys.executable, *sys.orig_argv[1:]]
+    code = interrupts.run_child(command, forward, env=environment, pass_fds=(alive, progress)).code
     os.close(alive)
     os.close(progress)
-    with interrupts.receiving(child.send_signal):
-        held = _forward_stderr(child)
-        code = child.wait()
     with open(progress_here) as file:
         met, _, folder = file.read().partition("\n")
     os.close(alive_here)
@@ -61,14 +62,13 @@ def supervise(settings: Distributed) -> int:
             file=sys.stderr,
         )
         return 2
-    if code == -signal.SIGABRT and _FATAL in held:
-        print(f"error: {_describe_lost(held)}; {_how_to_continue(folder)}", file=sys.stderr)
+    text = "".join(held)
+    if code == -signal.SIGABRT and _FATAL in text:
+        print(f"error: {_describe_lost(text)}; {_how_to_continue(folder)}", file=sys.stderr)
         return LOST
-    sys.stderr.write(held)
+    sys.stderr.write(text)
     if code in _CRASHES:
-        name = signal.Signals(-code).name
-        memory = ", perhaps because memory ran out" * (code == -signal.SIGKILL)
-        print(f"error: the process was ended by {name}{memory}; {_how_to_continue(folder)}", file=sys.stderr)
+        print(f"error: the process was {describe_end(code)}; {_how_to_continue(folder)}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -89,19 +89,6 @@ def report_to_watcher(text: str) -> None:
     """Report to the watching process: first that the processes have met, then which folder the run writes."""
     if _VARIABLE in os.environ:
         os.write(int(os.environ[_VARIABLE].partition(",")[2]), text.encode())
-
-
-def _forward_stderr(child: Any) -> str:
-    """Forward the child's stderr; from the first line of the coordination service on, return it instead."""
-    held: list[str] = []
-    for raw in child.stderr:
-        line = raw.decode(errors="replace")
-        if held or _SERVICE.match(line):
-            held.append(line)
-        else:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-    return "".join(held)
 
 
 def _describe_lost(held: str) -> str:

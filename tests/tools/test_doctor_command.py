@@ -13,8 +13,6 @@ from _pytest.capture import SysCapture
 from jax.experimental.compilation_cache import compilation_cache
 
 from moezoo.errors import UserError
-from moezoo.moe.dispatch.ragged import GPU_FLAG
-from moezoo.parallel.kernels import Target
 from moezoo.tools.doctor import command as doctor
 from moezoo.tools.doctor import devices as doctor_devices
 from moezoo.tools.doctor.command import DEVICES, MARK, STEPS, Entry, guarded, mask
@@ -63,15 +61,6 @@ def test_the_error_of_one_row_counts_and_that_of_a_few_tokens_does_not():
     assert np.isnan(doctor_devices.measure_error(ours, theirs))
 
 
-def test_ragged_on_a_gpu_is_named(monkeypatch):
-    monkeypatch.setattr(doctor_devices, "device_target", lambda device: Target("cuda", "9.0"))
-    *_, found = doctor_devices.find_devices()
-    assert "dispatch=ragged: XLA's ragged_all_to_all corrupts gradients on GPUs" in found.text
-    monkeypatch.setenv("XLA_FLAGS", GPU_FLAG)
-    *_, found = doctor_devices.find_devices()
-    assert found.text == f"dispatch=ragged: allowed by {GPU_FLAG}"
-
-
 @pytest.mark.parametrize(
     ("logit", "loss", "kind"),
     [
@@ -107,8 +96,8 @@ def test_a_part_that_raises_is_one_line():
 
 
 def test_drivers_of_accelerators_that_jax_does_not_use(monkeypatch):
-    def compared(files, platform="cpu"):
-        return list(doctor_devices._compare_drivers(files, platform))
+    def compared(files):
+        return list(doctor_devices._explain_unused(files))
 
     gpu = {"/dev/nvidia0": "NVIDIA"}
     (kept,) = compared(gpu)  # by JAX_PLATFORMS=cpu
@@ -121,10 +110,11 @@ def test_drivers_of_accelerators_that_jax_does_not_use(monkeypatch):
     (lacks,) = texts(compared(gpu), "problem")
     assert "/dev/nvidia0" in lacks
     assert "'moezoo[cuda]'" in lacks
-    assert compared(gpu, "gpu") == []
     assert texts(compared({"/dev/vfio/1": "TPU"}), "problem") == []
     monkeypatch.setattr(doctor_devices, "driver_files", lambda: gpu)
     assert len(texts(doctor_devices.find_devices(), "problem")) == 1
+    monkeypatch.setattr(doctor_devices, "start", lambda count: [SimpleNamespace(platform="gpu")])
+    assert texts(doctor_devices.find_devices(), "problem") == []
 
 
 def test_text_is_shown_without_secrets_and_names(monkeypatch):

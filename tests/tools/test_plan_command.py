@@ -86,10 +86,10 @@ def wide_rows() -> list[PlanRow]:
     return [row, wide, wide._replace(fits=False, reason="w" * 300), refused]
 
 
-@pytest.mark.parametrize("columns", [80, 120, None])
+@pytest.mark.parametrize("columns", [80, 119, 120, None])
 @pytest.mark.parametrize("call", ["train", "decode"])
 def test_no_line_is_wider_than_the_terminal(monkeypatch, capsys, columns, call):
-    """Rows are records below 120 columns. Without a terminal there are 80."""
+    """Rows are records below 120 columns, and where a table would be wider. Without a terminal there are 80."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def no_terminal(_):
@@ -103,11 +103,14 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch, capsys, columns, call):
         found = [*rows[first:], *rows[:first]]
         for printed in (report(found, (), where, call, ["The search " * 20]), stopped(found)):
             assert max(map(len, printed.splitlines())) <= (columns or 80)
-            assert printed.count("  utilisation <=: ") == (0 if columns == 120 else 4)
-            assert ("tokens/s utilisation" in printed) == (columns == 120)
+            assert printed.count("  utilisation <=: ") == 4
             letters = "".join(printed.split())
             assert letters.count("w" * 300) >= 1  # nothing is cut off
             assert letters.count("z" * 180) >= 1
+        usual = stopped([rows[0], rows[-1], rows[0]._replace(bubble=0.25)])
+        assert max(map(len, usual.splitlines())) <= (columns or 80)
+        assert usual.count("  utilisation <=: ") == (0 if columns == 120 else 3)
+        assert ("tokens/s utilisation" in usual) == (columns == 120)
         plan._progress(f"  {rows[2].reason} {rows[1].caution}")
         assert max(map(len, capsys.readouterr().err.splitlines())) <= (columns or 80)
 

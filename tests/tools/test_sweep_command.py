@@ -13,9 +13,16 @@ import pytest
 
 from moezoo.errors import UserError
 from moezoo.host import locking
+from moezoo.interrupts import Ended
 from moezoo.tools.sweep.expand import expand
-from moezoo.tools.sweep.report import average_over_seeds, check_same, find_outcome
-from moezoo.tools.sweep.running import SOME_FAILED, Ended, run_all, start_process
+from moezoo.tools.sweep.runs import (
+    SOME_FAILED,
+    average_over_seeds,
+    check_same,
+    find_outcome,
+    run_all,
+    start_process,
+)
 
 STEPS, PYTHON = 10, sys.executable
 GRID = expand(["optimizer.learning_rate=1e-3,3e-3", "seed=0,1", f"steps={STEPS}"])
@@ -24,7 +31,7 @@ GRID = expand(["optimizer.learning_rate=1e-3,3e-3", "seed=0,1", f"steps={STEPS}"
 def leave(folder: Path, step: int, val_loss=None, *, loss: float = 3.0, saved: bool = True) -> None:
     """Write what a run leaves at a step."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text("batch_size: 2\nseq_len: 8\ndata:\n  name: python_stdlib\n")
+    (folder / "config.yaml").write_text(f"batch_size: 2\nseq_len: 8\nsteps: {STEPS}\ndata:\n  name: python_stdlib\n")
     row = {"step": step, "loss": loss, "tokens_per_second": 100.0, "skipped": 1, "val_loss": val_loss}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
@@ -39,7 +46,7 @@ class Trainer:
         self.calls, self._ends = [], ends
 
     def __call__(self, words):
-        (folder,) = (Path(w.partition("=")[2].strip('"')) for w in words if w.startswith(("run_dir=", "resume=")))
+        (folder,) = (Path(word.partition("=")[2].strip('"')) for word in words if word.startswith("run_dir="))
         self.calls.append(words)
         end = next((end for name, end in self._ends.items() if folder.name.endswith(name)), None)
         if isinstance(end, Ended):
@@ -48,9 +55,14 @@ class Trainer:
         return Ended(0, "")
 
 
-def sweep(trainer, chosen=None, grid=GRID):
+def sweep(trainer, grid=GRID):
     Path("all").mkdir(exist_ok=True)
-    return run_all(grid, chosen or grid.elements, Path("all"), [STEPS] * len(grid.elements), trainer)
+    return run_all(grid, Path("all"), trainer)
+
+
+def words_of(element):
+    """The overrides with which a run starts and continues."""
+    return [*element.words, f'run_dir="all/{element.name}"', "resume=auto"]
 
 
 def table():
@@ -64,13 +76,9 @@ def test_finished_runs_are_left_out_begun_ones_continue_and_others_start(capsys)
     leave(Path("all", names[2]), 4, saved=False)
     trainer = Trainer()
     assert sweep(trainer) == 0
-    continued, *started = trainer.calls
-    assert continued == [f'resume="all/{names[1]}"']
-    assert [set(words) for words in started] == [
-        {*each.words, f'run_dir="all/{each.name}"'} for each in GRID.elements[2:]
-    ]
-    assert len(Path("all", names[2], "metrics.jsonl").read_text().splitlines()) == 1  # nothing is left of the first try
-    assert "finished before" in capsys.readouterr().out
+    assert trainer.calls == [words_of(each) for each in GRID.elements[1:]]
+    done = re.findall(r"run \d/4 .*: (.*)", capsys.readouterr().out)
+    assert done == ["finished before", "continues from step 4", "starts", "starts"]
     assert sweep(again := Trainer()) == 0
     assert again.calls == []
 
@@ -94,7 +102,7 @@ def test_seeds_are_averaged_for_each_choice_of_the_other_keys():
     losses = [2.0, 2.2, 1.0, 1.4]
     for each, loss in zip(GRID.elements, losses, strict=True):
         leave(Path("all", each.name), STEPS, loss)
-    found = average_over_seeds([find_outcome(Path("all", e.name), e, STEPS) for e in GRID.elements])
+    found = average_over_seeds([find_outcome(Path("all", e.name), e) for e in GRID.elements])
     assert [(each.values, each.count) for each in found] == [
         ({"optimizer.learning_rate": 0.003}, 2),
         ({"optimizer.learning_rate": 0.001}, 2),
@@ -108,28 +116,30 @@ def test_a_failed_run_is_listed_with_its_line_and_the_sweep_goes_on(capsys):
     assert sweep(trainer) == SOME_FAILED
     assert len(trainer.calls) == 4
     out, err = capsys.readouterr()
-    assert "- run 1: the data are | gone\n- run 2: its validation loss is not finite\n" in out
+    lost = "it has no finite validation loss; moezoo evaluate run_dir=all/learning_rate-0.003_seed-0 computes it"
+    assert f"- run 1: the data are | gone\n- run 2: {lost}\n" in out
     assert "2 of 4 runs failed" in err
     states = {run["number"]: (run["state"], run["line"]) for run in table()["runs"]}
     assert states[0][0] == states[3][0] == "finished"
     assert states[1] == ("failed", "the data are | gone")
-    assert states[2] == ("failed", "its validation loss is not finite")
+    assert states[2] == ("failed", lost)
     # What failed before its end is tried again, and what has no steps left is not.
     assert sweep(again := Trainer()) == SOME_FAILED
-    assert [words[-1] for words in again.calls] == [f'run_dir="all/{GRID.elements[1].name}"']
+    assert again.calls == [words_of(GRID.elements[1])]
     assert "the data" not in Path("all/sweep.md").read_text()
 
 
 def test_a_signal_ends_the_sweep_and_the_next_continues(capsys):
     def stopped(words):
-        leave(Path(re.findall(r'"(.*)"', words[-1])[0]), 4)
+        leave(Path(re.findall(r'"(.*)"', words[-2])[0]), 4)
         return Ended(130, "")
 
     assert sweep(stopped) == 130
     assert "the same command and sweep_dir=all" in capsys.readouterr().out
     assert [run["state"] for run in table()["runs"]] == ["begun", "waiting", "waiting", "waiting"]
     assert sweep(trainer := Trainer()) == 0
-    assert [words[-1].partition("=")[0] for words in trainer.calls] == ["resume", "run_dir", "run_dir", "run_dir"]
+    assert trainer.calls == [*map(words_of, GRID.elements)]
+    assert "continues from step 4" in capsys.readouterr().out
 
 
 def test_a_run_that_another_process_trains_is_left_out(capsys):
@@ -139,12 +149,15 @@ def test_a_run_that_another_process_trains_is_left_out(capsys):
         assert sweep(trainer := Trainer()) == 0
     assert len(trainer.calls) == 3
     assert (folder / "metrics.jsonl").exists()
-    assert "at step 4 of 10" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{folder.name}: another process trains here" in out
+    assert "at step 4 of 10" in out
 
 
 def test_one_run_of_a_sweep_alone():
-    assert sweep(trainer := Trainer(), GRID.elements[2:3]) == 0
-    assert trainer.calls == [[*GRID.elements[2].words, f'run_dir="all/{GRID.elements[2].name}"']]
+    grid = expand(["optimizer.learning_rate=1e-3,3e-3", "seed=0,1", f"steps={STEPS}"], only=2)
+    assert sweep(trainer := Trainer(), grid) == 0
+    assert trainer.calls == [words_of(GRID.elements[2])]
     assert {run["number"]: run["state"] for run in table()["runs"]}[0] == "waiting"
 
 
@@ -173,12 +186,12 @@ def test_other_folders_are_refused():
     Path("other").mkdir()
     check_same(Path("other"), GRID)
     Path("other/notes").touch()
-    with pytest.raises(UserError, match=r"sweep_dir=other .*sweep\.json"):
+    with pytest.raises(UserError, match=r"sweep_dir=other .*sweep\.json is missing"):
         check_same(Path("other"), GRID)
     Path("other/sweep.json").write_text('{"keys": 3}')
     with pytest.raises(UserError, match=r"sweep_dir=other.*damaged"):
         check_same(Path("other"), GRID)
-    with pytest.raises(UserError, match=r"sweep_dir=other/notes is a file"):
+    with pytest.raises(UserError, match=r"sweep_dir=other/notes: .*Not a directory.*name another folder"):
         check_same(Path("other/notes"), GRID)
 
 
@@ -239,7 +252,7 @@ WATCHES = """
 import sys
 import moezoo.interrupts as interrupts
 with interrupts.ending():
-    from moezoo.tools.sweep.running import start_process
+    from moezoo.tools.sweep.runs import start_process
     sys.executable = "./waits"
     print(start_process([]).code)
 """

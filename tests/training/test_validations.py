@@ -24,7 +24,7 @@ from moezoo.cli.model_keys import ModelKeys, load_model
 from moezoo.config.compose import compose_onto, read_run
 from moezoo.config.run_folders import steps
 from moezoo.tools.sweep.expand import Element
-from moezoo.tools.sweep.report import find_outcome
+from moezoo.tools.sweep.runs import find_outcome
 from moezoo.training import loop
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.reading import read_folder
@@ -86,8 +86,8 @@ def test_a_run_ends_after_validations_without_a_gain(ended):
     assert lines[-1] == "best        step 2, validation 2.0000 nats per token; checkpoint=best names it"
     assert steps(run.folder / "checkpoints") == [2, 5]
     assert read_folder(run.folder, "run").notes == []  # not: it is not finished
-    outcome = find_outcome(run.folder, Element(0, "run", {}, []), 9)
-    assert (outcome.state, outcome.last) == ("finished", 5)
+    outcome = find_outcome(run.folder, Element(0, "run", {}, []))
+    assert (outcome.state, outcome.run.last) == ("finished", 5)
 
 
 def test_a_continued_run_keeps_its_best_and_its_count(copy, train, capsys):
@@ -193,8 +193,8 @@ def test_epochs_are_as_many_steps_as_read_their_rows(train, tmp_path):
         moezoo.train(dataclasses.replace(moezoo.compose(f"resume={folder}"), steps=99))
     run, _ = train([1.0], f"resume={folder}", "epochs=2")
     assert run.history[-1]["step"] == -(-2 * rows // 8)
-    outcome = find_outcome(folder, Element(0, "run", {}, []), None)
-    assert (outcome.state, outcome.last) == ("finished", -(-2 * rows // 8))
+    outcome = find_outcome(folder, Element(0, "run", {}, []))
+    assert (outcome.state, outcome.run.last) == ("finished", -(-2 * rows // 8))
 
 
 def test_one_of_steps_and_epochs():

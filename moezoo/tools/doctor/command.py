@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,10 +21,10 @@ from packaging.requirements import Requirement
 
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read, take_switches
-from moezoo.errors import UserError, last_words
-from moezoo.host import host_memory, in_gib, own_variables, processor_limits, processor_name, processors
+from moezoo.errors import UserError, describe_end, last_words
+from moezoo.host import host_memory, in_gib, installed, own_variables, processor_limits, processor_name, processors
 from moezoo.tables import pairs
-from moezoo.typed import Range
+from moezoo.typed import Range, counted
 
 MARK = "moezoo-doctor "  # the start of a line that a part's process prints for this one
 DEVICES, STEPS = "devices", "two steps"  # the parts that start JAX
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         rows = [("" if n else title, text) for title, texts in facts.items() for n, text in enumerate(texts)]
         rows += [("", ""), *((e.kind, f"{e.title}: {e.text}") for e in (*notes, *problems))]
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        count = counted(len(problems), "problem")
         rows.append(("result", count if problems else "what a run needs is there and works"))
         lines = pairs(rows, _WIDTH, column=_TITLE)
         print("\n".join(["```text", *lines, "```"] if switches.markdown else lines))
@@ -126,8 +125,9 @@ def _run_part(title: str, environment: dict[str, str], seconds: float) -> list[E
         done = subprocess.run(command_of(title), check=False, **options)
         out = done.stdout
         if code := done.returncode:
-            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            reason = f"its process {how}: {last_words(done.stderr.decode(errors='replace'))}".rstrip(": ")
+            reason = f"its process {describe_end(code)}: {last_words(done.stderr.decode(errors='replace'))}".rstrip(
+                ": "
+            )
     except subprocess.TimeoutExpired as error:
         out, reason = error.stdout or b"", f"no answer for {seconds:g} s (seconds= sets this limit)"
     lines = out.decode(errors="replace").splitlines()
@@ -171,20 +171,12 @@ def find_libraries() -> Iterator[Entry]:
             yield Entry("problem", "libraries", text)
 
 
-def installed(name: str) -> str | None:
-    """Return the version of a distribution; None where it is not installed."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
-
-
 def find_machine() -> Iterator[Entry]:
     """Yield the system, processors and memory, and the variables that change results or speed."""
     usable = min([processors(), *processor_limits()])  # also those of a container
     size = f"{processor_name()}, {usable:.3g} processors, {in_gib(host_memory())} of memory"
     yield Entry("fact", "machine", f"{platform.platform()}, {size}")
-    names = sorted(name for name in os.environ if _SHOWN.fullmatch(name) and name not in {*own_variables})
-    for name in names:
+    for name in sorted(name for name in os.environ if _SHOWN.fullmatch(name) and name not in own_variables):
         yield Entry("fact", "environment", f"{name}={os.environ[name]}")
 
 
@@ -205,9 +197,8 @@ COMMAND = KeysCommand(
     "report what is installed here, and whether it works",
     main,
     description="Report versions, devices and environment, train two steps of a tiny model on one device and on all, "
-    "and end with advice. The exit code is 1 if something that a run needs does not work. Nothing is "
-    "sent anywhere, and the report shows neither keys nor your name, so you can paste it into an issue. "
-    "Page: docs/start.md of the repository.",
+    "and end with advice. The exit code is 1 if something that a run needs does not work. Nothing is sent anywhere, "
+    "and the report shows neither keys nor your name. Page: docs/start.md of the repository.",
     keys=Keys,
     switches=Switches,
     examples=("--markdown > report.md", "seconds=600"),

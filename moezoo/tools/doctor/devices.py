@@ -13,13 +13,11 @@ from jaxtyping import Float
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.data import Batch
-from moezoo.host import driver_files, in_gib
-from moezoo.moe.dispatch import ExpertGroup
-from moezoo.moe.dispatch.ragged import GPU_FLAG, Ragged
+from moezoo.host import driver_files, in_gib, installed
 from moezoo.parallel.cache import SETTINGS, use_none
 from moezoo.parallel.kernels import device_target
 from moezoo.parallel.mesh import mesh_of, start
-from moezoo.tools.doctor.command import DEVICES, MARK, STEPS, Entry, guarded, installed
+from moezoo.tools.doctor.command import DEVICES, MARK, STEPS, Entry, guarded
 from moezoo.training.build import build_state, build_step
 
 _CPU_DEVICES = 4  # of a machine without accelerators: enough for collectives over two axes
@@ -34,11 +32,8 @@ def find_devices() -> Iterator[Entry]:
     devices = start(_CPU_DEVICES)
     kinds = collections.Counter(map(_describe, jax.local_devices()))
     yield from (Entry("fact", DEVICES, f"{count} x {kind}") for kind, count in kinds.items())
-    if driver := driver_files():
-        yield from _compare_drivers(driver, devices[0].platform)
-    if (target := device_target(devices[0])).is_gpu:
-        why = Ragged().refusal(ExpertGroup(("expert",), 8, 8, target=target))
-        yield Entry("fact", DEVICES, f"dispatch=ragged: {why or f'allowed by {GPU_FLAG}'}")
+    if devices[0].platform == "cpu" and (files := driver_files()):
+        yield from _explain_unused(files)
 
 
 def _describe(device: Any) -> str:
@@ -48,10 +43,8 @@ def _describe(device: Any) -> str:
     return "virtual CPU devices" if target == "cpu" else f"{device.device_kind} ({target}), {memory}"
 
 
-def _compare_drivers(files: dict[str, str], platform: str) -> Iterator[Entry]:
+def _explain_unused(files: dict[str, str]) -> Iterator[Entry]:
     """Yield why JAX does not use accelerators whose drivers are here."""
-    if platform != "cpu":
-        return
     shown = ", ".join(f"{file} ({maker})" for file, maker in files.items())
     if SETTINGS.jax_platforms:
         text = f"{shown}, but JAX_PLATFORMS={SETTINGS.jax_platforms} keeps JAX on the CPU; unset it"

@@ -1,7 +1,6 @@
 """The output of `moezoo plan`: the answer, the rows as a table or as records, JSON, and a picture."""
 
 import contextlib
-import io
 import json
 import math
 import shlex
@@ -10,14 +9,11 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.models import name_of
 from moezoo.parallel.traffic import CallName
+from moezoo.tables import cell, plain
 from moezoo.tools.plan.candidates import mesh_name
 from moezoo.tools.plan.estimate import PlanRow, as_mapping
 from moezoo.tools.plan.hardware import LEAST_RATIO, Slice
@@ -123,52 +119,43 @@ def _layout(row: PlanRow) -> str:
     return " ".join(filter(None, [mesh_name(row.mesh), row.rules, row.dispatch, *settings]))
 
 
-def _cell(get: Callable[[PlanRow], float | None], show: Callable[[float], str]) -> Callable[[PlanRow], str]:
-    def cell(row: PlanRow) -> str:
-        value = get(row)
-        return "" if value is None else show(value)
-
-    return cell
-
-
 _MEMORY = ("execution.remat=", "execution.microbatches=", "execution.pipeline.", "execution.reduce_dtype=", "dispatch.")
 _COLUMNS: dict[str, Callable[[PlanRow], str]] = {
     "layout": _layout,
     "fits": lambda row: "yes" if row.fits else "NO",
-    "memory": _cell(lambda row: row.bytes_per_device, show_bytes),
-    "compiled": _cell(lambda row: row.compiled_bytes, show_bytes),
-    "step >=": _cell(lambda row: row.step_seconds, show_seconds),
+    "memory": lambda row: cell(row.bytes_per_device, show_bytes),
+    "compiled": lambda row: cell(row.compiled_bytes, show_bytes),
+    "step >=": lambda row: cell(row.step_seconds, show_seconds),
     "bound by": lambda row: row.bound_by or "",
-    "bubble": _cell(lambda row: row.bubble, "{:.1%}".format),
-    "compute": _cell(lambda row: (row.seconds or {}).get("compute"), show_seconds),
-    "HBM": _cell(lambda row: (row.seconds or {}).get("HBM"), show_seconds),
-    "links": _cell(lambda row: max(_links(row).values(), default=None), show_seconds),
-    "no overlap": _cell(lambda row: row.unoverlapped_seconds, show_seconds),
-    "tokens/s/device <=": _cell(lambda row: row.tokens_per_second_per_device, "{:,.0f}".format),
-    "utilisation <=": _cell(lambda row: row.utilisation, "{:.1%}".format),
+    "bubble": lambda row: cell(row.bubble, ".1%"),
+    "compute": lambda row: cell((row.seconds or {}).get("compute"), show_seconds),
+    "HBM": lambda row: cell((row.seconds or {}).get("HBM"), show_seconds),
+    "links": lambda row: cell(max(_links(row).values(), default=None), show_seconds),
+    "no overlap": lambda row: cell(row.unoverlapped_seconds, show_seconds),
+    "tokens/s/device <=": lambda row: cell(row.tokens_per_second_per_device, ",.0f"),
+    "utilisation <=": lambda row: cell(row.utilisation, ".1%"),
 }
 _NOTES: dict[str, Callable[[PlanRow], str]] = {"reason": lambda row: row.reason, "caution": lambda row: row.caution}
 _LEFT = ("layout", "fits", "bound by")
+_HEADERS = {
+    "no overlap": "no\noverlap",
+    "tokens/s/device <=": "tokens/s\n/device <=",
+    "utilisation <=": "utilisation\n<=",
+}
 
 
 def _render(rows: Sequence[PlanRow]) -> list[str]:
     """Return the rows: a table with why rows do not fit under it, or in few columns a record for each row."""
-    if width() < _LEAST_OF_A_TABLE:
-        cells = [(name, get(row)) for row in rows for name, get in (_COLUMNS | _NOTES).items()]
-        records = ((wrap(f"{name}: {cell}", "  " * (name != "layout")), name) for name, cell in cells if cell)
-        return [line for lines, name in records for line in [""] * (name == "layout") + lines]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, int(width() >= _LEAST_OF_A_WIDE_TABLE)))
     shown = {name: get for name, get in _COLUMNS.items() if any(get(row) for row in rows)}
-    for name in shown:
-        header = (
-            name.replace("/device", "\n/device").replace("no overlap", "no\noverlap").replace("ation <=", "ation\n<=")
-        )
-        table.add_column(header, justify="left" if name in _LEFT else "right", no_wrap=name != "layout")
-    for row in rows:
-        table.add_row(*(get(row) for get in shown.values()))
-    console = Console(width=width(), record=True, file=io.StringIO())
-    console.print(table)
-    lines = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
+    header = [_HEADERS.get(name, name) for name in shown]
+    cells = [[get(row) for get in shown.values()] for row in rows]
+    right = [number for number, name in enumerate(shown) if name not in _LEFT]
+    gap = " " if width() < _LEAST_OF_A_WIDE_TABLE else "  "
+    lines = plain(header, cells, right, width=width() - 1, gap=gap)  # its rule is longer by one
+    if width() < _LEAST_OF_A_TABLE or max(map(len, lines)) > width():
+        named = [(name, get(row)) for row in rows for name, get in (_COLUMNS | _NOTES).items()]
+        records = ((wrap(f"{name}: {text}", "  " * (name != "layout")), name) for name, text in named if text)
+        return [line for lines, name in records for line in [""] * (name == "layout") + lines]
     whys = [(_layout(row), get(row)) for row in rows for get in _NOTES.values()]
     return lines + [line for layout, why in whys if why for line in wrap(f"{layout}: {why}")]
 

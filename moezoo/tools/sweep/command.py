@@ -1,6 +1,5 @@
 """`moezoo sweep`: train a run for every combination of listed values."""
 
-import contextlib
 import dataclasses
 import datetime
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
-from moezoo.tools.sweep.expand import Element, Sweep, expand
+from moezoo.tools.sweep.expand import Sweep, expand
 from moezoo.typed import Range, types_of
 
 
@@ -18,18 +17,8 @@ from moezoo.typed import Range, types_of
 class Keys:
     """The command's options."""
 
-    sweep_dir: str | None = key(
-        "the folder to write, with a run folder for each run; an existing one is continued. Without it, one in sweeps/ "
-        "named by date and time",
-        "FOLDER",
-        default=None,
-    )
-    only: int | None = key(
-        "train only the run with this number of the table, from 0, such as one per task of a scheduler",
-        "N",
-        default=None,
-        valid=Range(at_least=0),
-    )
+    sweep_dir: str | None = key("the folder to write or continue (by default sweeps/DATE_TIME)", "FOLDER", default=None)
+    only: int | None = key("train only the run of this number, from 0", "N", default=None, valid=Range(at_least=0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,50 +35,37 @@ class SweepCommand(ConfiguredCommand):
 def main(arguments: Sequence[str]) -> int:
     """Check all runs, and train those that are not finished; return 0, or the exit code that docs/sweeps.md lists."""
     from moezoo.config.compose import folder_path
-    from moezoo.tools.sweep.report import check_same
-    from moezoo.tools.sweep.running import run_all, start_process
+    from moezoo.tools.sweep.runs import check_same, run_all, start_process, write_report
     from moezoo.training.files import making, writing_to
 
     keys, words = take(Keys, arguments)
-    sweep = expand(words)
-    chosen = _choose(sweep, keys.only)
+    sweep = expand(words, keys.only)
     if keys.only is not None and keys.sweep_dir is None:
         raise UserError(f"only={keys.only} is a part of a sweep; name the folder of the whole as sweep_dir=FOLDER")
-    last = _check_runs(sweep)
+    _check_runs(sweep)
     named = keys.sweep_dir or f"sweeps/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     folder = folder_path(named, "sweep_dir")
     if keys.sweep_dir is not None:
         check_same(folder, sweep)
-    with contextlib.ExitStack() as held:
-        with writing_to("sweep_dir", folder):
-            made = held.enter_context(making(folder, numbered=keys.sweep_dir is None))
-        return run_all(sweep, chosen, made, last, start_process)
+    with writing_to("sweep_dir", folder), making(folder, numbered=keys.sweep_dir is None) as made:
+        write_report(made, sweep)
+    return run_all(sweep, made, start_process)
 
 
-def _check_runs(sweep: Sweep) -> list[int | None]:
-    """Compose and lay out every run; return their last steps, None of those in epochs."""
+def _check_runs(sweep: Sweep) -> None:
+    """Compose and lay out every run. Raises `UserError` for what cannot be."""
     from moezoo.config.build import build_execution
     from moezoo.config.compose import compose
     from moezoo.parallel.mesh import abstract_mesh, cpu_devices, has_started
 
     if not has_started():
         cpu_devices(1)  # the devices are for the runs
-    steps = []
     for element in sweep.elements:
         try:
             cfg = compose(*element.words)
             build_execution(cfg, abstract_mesh(cfg.mesh))
         except UserError as error:
             raise UserError(f"{error} (run {element.number}, {element.name})") from None
-        steps.append(cfg.steps)
-    return steps
-
-
-def _choose(sweep: Sweep, only: int | None) -> list[Element]:
-    count = len(sweep.elements)
-    if only is not None and only >= count:
-        raise UserError(f"only={only} but the sweep has {count} runs; write 0 to {count - 1}")
-    return sweep.elements if only is None else [sweep.elements[only]]
 
 
 def _configure(*arguments: str) -> Any:
@@ -97,7 +73,7 @@ def _configure(*arguments: str) -> Any:
     from moezoo.config.compose import compose
 
     keys, words = take(Keys, arguments)
-    return compose(*_choose(expand(words), keys.only)[0].words)
+    return compose(*expand(words, keys.only).chosen[0].words)
 
 
 COMMAND = SweepCommand(
@@ -106,8 +82,7 @@ COMMAND = SweepCommand(
     main,
     keys=Keys,
     description="Train a run for every combination of the values that are listed, such as seed=0,1, one after the "
-    "other, and compare them. The same command with the same sweep_dir skips finished runs and continues the others. "
-    "Page: docs/sweeps.md of the repository.",
+    "other. The same command with the same sweep_dir continues a sweep. Page: docs/sweeps.md of the repository.",
     configure=_configure,
     examples=(
         "optimizer.learning_rate=1e-3,3e-3 seed=0,1 model=mixtral steps=100",

@@ -37,30 +37,29 @@ class Sweep(NamedTuple):
     settings: dict[str, str]  # key -> value as text, of the overrides that all runs have
     keys: tuple[str, ...]  # those with several values
     elements: list[Element]
+    chosen: list[Element]  # those to train
 
 
-def expand(words: Sequence[str]) -> Sweep:
-    """Return the sweep that overrides ask for, some of which list several values.
+def expand(words: Sequence[str], only: int | None = None) -> Sweep:
+    """Return the sweep that overrides ask for, some of which list several values; `only` is the number of one run.
 
     Raises `UserError` where none does, where there are too many runs, for a key of the command itself, and for what
     cannot be parsed.
     """
     fixed, listed = [], {}
-    for word in words:
-        found, name = overrides.list_values(word, _MOST_RUNS), word.partition("=")[0]
-        key = name.lstrip("+")
-        if advice := _OWN.get(key.partition(".")[0]):
+    keys = [word.partition("=")[0].lstrip("+") for word in words]
+    for name, word in zip(keys, words, strict=True):
+        found = overrides.list_values(word, _MOST_RUNS)
+        if advice := _OWN.get(name.partition(".")[0]):
             raise UserError(f"{show(word)}: {advice}")
-        if key in listed:
-            raise UserError(f"{show(word)}: {key} is given twice; leave one out")
         if found is None:
             fixed.append(word)
-        else:
-            listed[key] = [(f"{name}={text}", value) for text, value in found[1].items()]
+            continue
+        if keys.count(name) > 1:
+            raise UserError(f"{show(word)}: {name} is given twice; leave one out")
+        listed[name] = [(f"{word.partition('=')[0]}={text}", value) for text, value in found[1].items()]
     asked = overrides.read(fixed)
-    settings = {key: _plain(value) for key, value in {**asked.choices, **asked.changes}.items()}
-    if both := sorted(settings.keys() & listed.keys()):
-        raise UserError(f"{both[0]} is given twice; leave one out")
+    settings = {name: _plain(value) for name, value in {**asked.choices, **asked.changes}.items()}
     if not listed:
         raise UserError("no key has several values; write KEY=A,B, such as seed=0,1, or train one run: moezoo train")
     if (count := math.prod(map(len, listed.values()))) > _MOST_RUNS:
@@ -68,24 +67,26 @@ def expand(words: Sequence[str]) -> Sweep:
     listed = dict(sorted(listed.items()))
     elements = []
     for number, chosen in enumerate(itertools.product(*listed.values())):
-        values = {key: value for key, (_, value) in zip(listed, chosen, strict=True)}
-        elements.append(Element(number, _name(values), values, [*fixed, *(word for word, _ in chosen)]))
-    return Sweep(settings, tuple(listed), elements)
+        values = {name: value for name, (_, value) in zip(listed, chosen, strict=True)}
+        elements.append(Element(number, _name_folder(values), values, [*fixed, *(word for word, _ in chosen)]))
+    if only is not None and only >= count:
+        raise UserError(f"only={only} but the sweep has {count} runs; write 0 to {count - 1}")
+    return Sweep(settings, tuple(listed), elements, elements if only is None else [elements[only]])
 
 
-def _name(values: Mapping[str, Any]) -> str:
+def _name_folder(values: Mapping[str, Any]) -> str:
     """Return the name of a folder that can be typed as it is, as a value and as an argument: without `=` and `,`.
 
     It has of each key the last parts, as many as tell it from the others.
     """
     parts = []
-    for key, value in values.items():
-        ends = (key.split(".", count)[-1] for count in range(key.count("."), -1, -1))
-        short = next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in values) == 1), key)
+    for name, value in values.items():
+        ends = (name.split(".", count)[-1] for count in range(name.count("."), -1, -1))
+        short = next((e for e in ends if sum(f".{k}".endswith(f".{e}") for k in values) == 1), name)
         parts.append(f"{short}-{urllib.parse.quote(_plain(value), safe='+')}")
-    name = "_".join(parts)
-    end = f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}" if len(name) > _LONGEST_NAME else ""
-    return f"{name[:_LONGEST_NAME]}{end}"
+    whole = "_".join(parts)
+    end = f"-{hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]}" if len(whole) > _LONGEST_NAME else ""
+    return f"{whole[:_LONGEST_NAME]}{end}"
 
 
 def _plain(value: Any) -> str:
