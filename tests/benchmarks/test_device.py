@@ -65,7 +65,23 @@ def test_a_kernel_of_two_backends_is_missed_by_both():
     assert "outer" not in agreement.roles_of("hopper_persistent")
 
 
-@pytest.mark.newer
+def test_a_wrong_kernel_is_left_out(capsys, monkeypatch):
+    """Found by one process, it is named by the next one, which measures the other kernels."""
+    wrong = PLANTED.replace(str(PLANTED_NAMES).replace("'", ""), "(wrong,)").replace("hopper", "megablox")
+    Path("planted.py").write_text(wrong)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    code, _, err = bench(capsys, "rehearse=tpu", "kernels=planted", "only=right", "only=products", "out=a")
+    assert code == 2
+    assert "device: 0 measurements failed and 1 results disagree; see a/rows.jsonl" in err
+    rows, _ = rows_of("a/rows.jsonl")
+    assert [row["kernel"] for row in rows if row.get("agrees") is False] == ["grouped_matmul wrong outer"]
+    products = {row["unit"]: row for row in rows if row["part"] == "products S2"}
+    assert products["wrong multiply wide"]["tflops"] > 0
+    left = {name: row["left_out"] for name, row in products.items() if "left_out" in row}
+    assert left == {"wrong outer wide": "grouped_matmul wrong outer is broken: its results are wrong"}
+
+
+@pytest.mark.weekly
 @pytest.mark.interpreted
 def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     """Each fault costs its kernel, which later parts leave out by name; everything else is measured, and goes on."""
@@ -251,7 +267,6 @@ def test_mistakes(capsys, words, message):
     assert err.splitlines()[-1] == f"error: {message}"
 
 
-@pytest.mark.newer
 def test_a_clone_needs_no_installed_package(tmp_path):
     """Neither moezoo nor its metadata is found anywhere, as on a machine with libraries and a clone alone."""
     root = Path(__file__).parents[2]
