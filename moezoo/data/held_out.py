@@ -164,7 +164,12 @@ def hold_out_chats(
 
 
 def own_validation(
-    train: Corpus, validation: Corpus, how: str, *, hashes: tuple[_Hashes, _Hashes], names: tuple[str, ...] = ()
+    train: Corpus,
+    validation: Corpus,
+    how: str,
+    *,
+    hashes: tuple[UInt64[np.ndarray, " train"], UInt64[np.ndarray, " validation"]],
+    names: tuple[str, ...] = (),
 ) -> Split:
     """Return a split into documents that were given apart; those in both are counted by the `hashes` of contents."""
     full = [each[np.diff(corpus.offsets) > 0] for each, corpus in zip(hashes, (train, validation), strict=True)]

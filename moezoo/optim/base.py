@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.errors import UserError
@@ -168,7 +169,10 @@ class Schedule(abc.ABC):
         return self.warmup_steps
 
     def rate(
-        self, peak: float | Float[Array, ""], step: Int[Array, ""], steps: int | Int[Array, ""]
+        self,
+        peak: float | np.floating | Float[Array, ""],
+        step: Int[Array, ""],
+        steps: int | np.integer | Int[Array, ""],
     ) -> Float[Array, ""]:
         """Return the rate of update number `step` (from 0) of `steps`, float32."""
         steps = jnp.asarray(steps, jnp.int32)
