@@ -5,8 +5,9 @@
 | `X.weight` | e4m3 numbers [outputs, inputs] |
 | `X.weight_scale` | scales [outputs, 1] |
 
-compressed-tensors multiplies in the dtype of the scales. So float32 scales give its bits in every dtype, and bfloat16
-scales in bfloat16; in float32 it has what these products are in bfloat16, where moezoo has them without that rounding.
+compressed-tensors multiplies in the dtype of the scales, moezoo in float32, and each rounds the product once. So moezoo
+has its bits in every dtype where scales are float32. Where they are bfloat16, it has them in bfloat16; in float32
+compressed-tensors still has products rounded to bfloat16, and moezoo has them as they are.
 """
 
 import dataclasses
