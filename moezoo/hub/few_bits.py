@@ -6,10 +6,13 @@ Which weights have few bits follows from tensors. config.json states the format,
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from moezoo.errors import UserError
 from moezoo.hub.formats.base import ADVICE, CONFIG, READ, FewBitTensor, Format, refuse
 from moezoo.hub.formats.compressed_tensors import METHOD
 from moezoo.hub.formats.fp8 import FP8Blocks
+from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.hub.tensors import Tensor
@@ -19,7 +22,7 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role
 from moezoo.typed import show
 
-FORMATS: tuple[type[Format], ...] = (FP8Blocks, MXFP4Groups, Int4Groups)
+FORMATS: tuple[type[Format], ...] = (FP8Channels, FP8Blocks, MXFP4Groups, Int4Groups)
 BY_NAME = {form.NAME: form for form in FORMATS}
 _USUAL = tuple(form() for form in FORMATS)
 # Tensors that scale activations. Products are computed in the dtype of `execution`, without them.
@@ -57,8 +60,9 @@ def format_argument(name: str | None) -> Format | None:
 
 def stating(container: FewBits, matrix: tuple[int, int]) -> Iterator[Format]:
     """Yield the ways in which folders have a container of a matrix [outputs, inputs], the most usual first."""
+    is_code = container.scale.dtype == np.uint8
     for form in FORMATS:
-        if form.CONTAINER is type(container):
+        if form.CONTAINER is type(container) and (not is_code or "U8" in form.SCALE_KINDS):
             yield from form.stating(container.block, matrix)
 
 
@@ -71,7 +75,13 @@ def find_few_bits(tensor: Tensor, tensors: Mapping[str, StoredTensor], stated: F
     for end, what in _REFUSED.items():
         if name + end in tensors:
             raise UserError(f"{name + end}: {what} are not read; {READ}; {ADVICE}")
-    others = (form for form in _USUAL if type(form) is not type(stated))
+
+    def is_part(form: Format) -> bool:
+        values, scales, _ = form.names(name)
+        return values not in tensors or tensors.keys().isdisjoint(scales)
+
+    # Formats may share one of their names, so those of which all is there are looked at first.
+    others = sorted((form for form in _USUAL if type(form) is not type(stated)), key=is_part)
     for form in others if stated is None else (stated, *others):
         values, spellings, shapes = form.names(name)
         scales = [spelling for spelling in spellings if spelling in tensors]

@@ -63,7 +63,7 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
     refused = None
     if others:
         refused = f"such as {others[0]} are in a format that folders of this family do not have"
-    elif len(names) > 1:
+    elif not common and len(names) > 1:
         refused = f"are in {len(names)} formats ({', '.join(names)}), and a folder has one"
     elif found and not common:
         refused = f"have blocks of {len(set(usual))} sizes, and a folder has one"

@@ -33,6 +33,7 @@ def _ceil(n: int, size: int) -> int:
 def fp8(rng: np.random.Generator, shape: tuple[int, ...], block: tuple[int, int], scales: Any) -> tuple[Any, Any, Any]:
     """Return e4m3 bytes, scales of blocks, and the numbers, of a weight [..., outputs, inputs]."""
     *lead, rows, columns = shape
+    block = block[0], min(block[1], columns)
     codes = rng.integers(0, 256, shape, np.uint8)
     codes[codes & 127 == 127] = 0x38
     grid = (*lead, _ceil(rows, block[0]), _ceil(columns, block[1]))
@@ -154,6 +155,21 @@ def int4_config(group: int = 32) -> dict[str, Any]:
     }
 
 
+def fp8_channels_config() -> dict[str, Any]:
+    """Return the table of compressed-tensors for FP8 with a scale per output, as GLM-4.5-FP8 has it."""
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "actorder": None}
+    numbers |= {"block_structure": None, "observer_kwargs": {}}
+    weights = numbers | {"strategy": "channel", "dynamic": False, "observer": "minmax"}
+    inputs = numbers | {"strategy": "token", "dynamic": True, "observer": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return int4_config() | {
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "model.layers.0.mlp.down_proj"],
+        "global_compression_ratio": None,
+    }
+
+
 class Case(NamedTuple):
     """A model, which of its tensors have few bits, how, and what config.json says of it."""
 
@@ -167,6 +183,7 @@ class Case(NamedTuple):
 _SIZES: dict[str, Any] = {"embed": 64, "expert_mlp": 32, "layers": 2}
 _LATENT: dict[str, Any] = _SIZES | {"q_lora": 40, "kv_lora": 24, "nope_dim": 8, "mlp": 40}
 _BLOCKS = FP8_CONFIG | {"weight_block_size": [16, 24]}
+_CHANNEL = (1, 2**31)  # one output, and all its inputs
 
 
 def is_projection(name: str) -> bool:
@@ -206,6 +223,18 @@ CASES = {
         int4_config(),
     ),
     "int4 groups of 16": Case(qwen3(**_SIZES), lambda name: ".experts." in name, encode_int4(16), int4_config(16)),
+    "fp8 channels": Case(
+        deepseek_v3(**_LATENT),
+        is_projection,
+        encode_fp8(_CHANNEL, ending="_scale"),
+        fp8_channels_config(),
+    ),
+    "fp8 channels bfloat16": Case(
+        qwen3(**_SIZES, mlp=40),
+        lambda name: is_projection(name) and "o_proj" not in name,
+        encode_fp8(_CHANNEL, BF16, "_scale"),
+        fp8_channels_config(),
+    ),
 }
 # Blocks of 8 x 8 are whole everywhere.
 _WHOLE = deepseek_v3(**_LATENT | {"value_dim": 8})

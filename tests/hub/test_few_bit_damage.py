@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import BF16, write_folder
+from few_bit_folders import BF16, fp8_channels_config, write_folder
 from refusals import refused
 
 import moezoo
@@ -27,6 +27,7 @@ QUANTIZATION = "quantization_config"
 
 Change = Callable[[Tensors, Any], Any]
 SCALE, OTHER_SCALE = f"{K}_scale_inv", K.replace("weight", "scale")
+CHANNELS, CHANNEL = "fp8 channels", f"{K}_scale"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 
@@ -131,6 +132,20 @@ def no_arrays(monkeypatch):
             f": {UP}_zero_point: integers with a zero point are not read; moezoo reads fp8, mxfp4, and",
         ),
         ("int4", put(f"{UP}_g_idx", np.arange(64)), f": {UP}_g_idx: integers in another order are not read"),
+        (CHANNELS, drop(CHANNEL), f": {K} has no scales beside it, expected one of {CHANNEL}"),
+        (CHANNELS, drop(K), f": {CHANNEL}: {K} is missing beside it"),
+        (CHANNELS, edit(CHANNEL, lambda x: x[:, 0]), f": {CHANNEL} has shape [32], expected [32, 1]"),
+        (CHANNELS, edit(CHANNEL, lambda x: x[:1]), f": {CHANNEL} has shape [1, 1], expected [32, 1]"),
+        (CHANNELS, edit(K, lambda x: x[:, :-1]), f": {K} has shape [32, 63], expected [32, 64]"),
+        (CHANNELS, cast(CHANNEL, np.float16), f": {CHANNEL} is F16, expected F32, BF16"),
+        (CHANNELS, cast(CHANNEL, ml_dtypes.float8_e8m0fnu), f": {CHANNEL} is F8_E8M0, expected F32, BF16"),
+        (CHANNELS, cast(K, BF16), f": {K} is BF16, expected F8_E4M3"),
+        # Formats share the names of scales, or of numbers.
+        (CHANNELS, state(None), " ... weight_scale is in the format fp8_channels, but config.json has no"),
+        (CHANNELS, state({"quant_method": "mxfp4"}), " ... is in the format fp8_channels, but config.json names mxfp4"),
+        ("fp8", state(fp8_channels_config()), " ... has no scales beside it, expected one of ... weight_scale;"),
+        ("int4", state(None), " ... weight_packed with ... _scale is in the format int4, but config.json has no"),
+        ("int4", state(FP8), " ... weight_packed with ... _scale is in the format int4, but config.json names fp8"),
         # NVFP4, as two makers write it.
         ("int4", put(f"{UP}_global_scale", ONE), f": {UP}_global_scale: numbers of NVFP4 are not read"),
         (
@@ -165,6 +180,7 @@ NOT_FINITE = {
     "fp8": (SCALE, np.inf),
     "fp8 codes": (OTHER_SCALE, np.nan),  # code 255
     "fp8 bfloat16": ("model.layers.1.self_attn.k_proj.weight_scale_inv", np.nan),
+    CHANNELS: (CHANNEL, np.nan),
     "mxfp4": (SCALES, 255),
     "int4": (f"{UP}_scale", -np.inf),
 }
@@ -193,6 +209,7 @@ def test_numbers_that_are_not_finite_are_named(spoil, dtype, code):
 LARGE = {
     "fp8": (SCALE, K, 3e38),
     "fp8 codes": (OTHER_SCALE, K, 2.0**127),
+    CHANNELS: (CHANNEL, K, 3e38),
     "mxfp4": (SCALES, BOTH, 254),
     "int4": (f"{UP}_scale", UP, -3e38),
 }

@@ -1,6 +1,7 @@
 """Folders with weights of few bits: widened, kept, laid out on meshes, and written back, to the bit."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -9,14 +10,20 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import CASES, tensors_of
+from few_bit_folders import BF16, CASES, tensors_of, write_few_bits
 from refusals import refused
 
 import moezoo
 from moezoo.hub import holdings, loading, regions
+from moezoo.hub.few_bits import stating
+from moezoo.hub.formats.fp8 import FP8Blocks
+from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.opening import find_model, open_folder
+from moezoo.models.blueprint import Blueprint
+from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.axes import is_stored
 from moezoo.parallel.mesh_execution import on_mesh
@@ -101,7 +108,7 @@ class Part:
 
 
 PROCESSES = [("fp8", "expert 8"), ("fp8 joined experts", "expert 2 x tensor 4"), ("mxfp4", "fsdp 2 x tensor 4")]
-PROCESSES += [("int4", "fsdp 4 x expert 2")]
+PROCESSES += [("int4", "fsdp 4 x expert 2"), ("fp8 channels", "fsdp 2 x tensor 4")]
 
 
 @pytest.mark.parametrize(("name", "layout"), PROCESSES)
@@ -173,7 +180,7 @@ def test_a_kept_model_is_written_with_the_bits_of_its_folder(few_bits, tmp_path,
     )
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 one scale", "mxfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 one scale", "fp8 channels", "mxfp4", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_widened_model_is_written_in_numbers(few_bits, tmp_path, name, dtype):
     """As the folder in numbers, by `save_pretrained` and by `convert`; nothing says that it has few bits."""
@@ -189,6 +196,71 @@ def test_a_widened_model_is_written_in_numbers(few_bits, tmp_path, name, dtype):
         assert_tensors(folder, wanted)
         assert "quantization_config" not in config_of(folder)
     assert config_of(tmp_path / "new")["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("scales", "dtype", "row"),
+    [
+        (np.float32, np.float32, [1.885986328125, -1.131591796875]),
+        (np.float32, BF16, [1.8828125, -1.1328125]),
+        (BF16, BF16, [1.890625, -1.1328125]),
+        # Here compressed-tensors has the row above: it rounds products to the dtype of the scales.
+        (BF16, np.float32, [1.8896484375, -1.1337890625]),
+    ],
+)
+def test_an_output_has_a_scale(scales, dtype, row):
+    """The numbers of compressed-tensors 0.10.2 and 0.20.1, written down: 1.875 and -1.125 times 1.005859375."""
+    scale = np.array([[1.005859375], [2 * 1.005859375]]).astype(scales)
+    codes = np.array([[0x3F, 0xB9], [0x3F, 0xB9]], np.uint8)
+    encoding = FP8Channels().encoding("x", (2, 2), scale)
+    found = encoding.widen(codes.view(ml_dtypes.float8_e4m3fn), np.arange(2), np.arange(2), dtype)
+    np.testing.assert_array_equal(found, np.array([row, np.multiply(row, 2)], dtype))
+    container = BlockFP8(values=codes.T, scale=scale.T, outputs=1, block=(1, 2), dtype=np.dtype(dtype))
+    np.testing.assert_array_equal(bits(container.materialise(dtype)), bits(found.T))
+
+
+def test_what_config_json_says_of_channels(few_bits, tmp_path):
+    """Nothing of activations, and which modules are in numbers."""
+    model = moezoo.from_pretrained(few_bits("fp8 channels bfloat16").few, dtype="stored")
+    moezoo.save_pretrained(model, tmp_path / "m")
+    table = config_of(tmp_path / "m")["quantization_config"]
+    attention = [f"model.layers.{i}.self_attn.o_proj" for i in range(2)]
+    assert table.pop("ignore") == ["lm_head", "model.layers.0.mlp.gate", *attention]
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    weights |= {"group_size": None, "block_structure": None}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    assert table == {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+    }
+
+
+def test_blocks_that_are_channels_are_stated_by_their_scales():
+    """Codes are no scales of channels, and a matrix of one output has one scale in either way."""
+
+    def ways(scale: Any, block: tuple[int, int], matrix: tuple[int, int]) -> list[Any]:
+        values = np.zeros((matrix[1], matrix[0]), np.uint8)
+        kept = BlockFP8(values=values, scale=scale, outputs=1, block=block, dtype=np.dtype(np.float32))
+        return list(stating(kept, matrix))
+
+    assert ways(np.ones((1, 4), np.float32), (1, 8), (4, 8)) == [FP8Channels(), FP8Blocks((1, 8))]
+    assert ways(np.full((1, 4), 127, np.uint8), (1, 8), (4, 8)) == [FP8Blocks((1, 8))]
+    assert ways(np.ones((2, 4), np.float32), (1, 4), (4, 8)) == [FP8Blocks((1, 4))]
+    assert ways(np.ones((1, 1), np.float32), (1, 8), (1, 8)) == [FP8Channels(), FP8Blocks((1, 8)), FP8Blocks(None)]
+
+
+def test_a_matrix_of_one_output_is_written_like_the_others(tmp_path):
+    """Its only scale may also be that of an output."""
+    case = CASES["fp8 one scale"]
+    shapes = Blueprint(dataclasses.replace(case.config, mlp=1)).shapes
+    moezoo.save_pretrained(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), tmp_path / "plain")
+    made = write_few_bits(tmp_path / "plain", tmp_path, case)
+    moezoo.save_pretrained(moezoo.from_pretrained(made.few, dtype="stored"), tmp_path / "new")
+    table = config_of(tmp_path / "new")["quantization_config"]
+    assert (table["quant_method"], table["weight_block_size"]) == ("fp8", None)
+    assert_tensors(tmp_path / "new", {usual_name(key, made.tensors): x for key, x in made.tensors.items()})
 
 
 def test_a_changed_model_is_written_as_it_is(few_bits, tmp_path):

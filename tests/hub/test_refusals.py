@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from few_bit_folders import FP8_CONFIG, int4_config
+from few_bit_folders import FP8_CONFIG, fp8_channels_config, int4_config
 from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import keys_of, write_zeros
@@ -17,13 +17,15 @@ import moezoo
 from moezoo.hub.few_bits import read_quantization
 from moezoo.hub.folders import hub_model_config
 
-TENSORS = int4_config()
+TENSORS, CHANNELS = int4_config(), fp8_channels_config()
 # Words in the tables: what stands between the brackets of an object.
 WORDS: dict[str, dict[str, Any]] = {
     "YARN": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64},
     "FP8": FP8_CONFIG | {"weight_block_size": [128, 128]},
     "TENSORS": TENSORS,
     "INT4": TENSORS["config_groups"]["group_0"]["weights"],
+    "CHANNELS": CHANNELS,
+    "E4M3": CHANNELS["config_groups"]["group_0"]["weights"],
 }
 
 
@@ -192,7 +194,8 @@ def test_keys(tmp_path, name, keys, line):
     {FP8, "weight_block_size": "128"} => .weight_block_size=128: expected
     {FP8, "expert_dtype": "fp4"} => .expert_dtype=fp4: moezoo does not know this key
     {TENSORS, "num_bits": 4} => .num_bits=4: moezoo does not know
-    {TENSORS, "format": "float-quantized"} => .format=float-quantized: READ
+    {TENSORS, "format": "float-quantized"} => .config_groups.group_0.weights.num_bits=4: READ
+    {TENSORS, "format": "naive-quantized"} => .format=naive-quantized: READ
     {TENSORS, "format": "nvfp4-pack-quantized"} => .format=nvfp4-pack-quantized: READ
     {TENSORS, "format": "mxfp4-pack-quantized"} => .format=mxfp4-pack-quantized: READ
     {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 3}}}} => .config_groups.g.weights.num_bits=3: READ
@@ -213,10 +216,27 @@ def test_keys(tmp_path, name, keys, line):
     {TENSORS, "config_groups": {"a": {"weights": {INT4}, "input_activations": {"num_bits": 8}}}}
         => .config_groups.a.input_activations=
     {TENSORS, "kv_cache_scheme": {"num_bits": 8}} => .kv_cache_scheme=
+    {CHANNELS, "kv_cache_scheme": {"num_bits": 8}} => .kv_cache_scheme=
+    {CHANNELS, "config_groups": {}} => .config_groups has no group: READ
+    {CHANNELS, "config_groups": {"a": {"weights": {E4M3}}, "b": {"weights": {E4M3, "strategy": "tensor"}}}}
+        => .config_groups.b.weights.strategy=tensor: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "strategy": "block", "block_structure": [128, 128]}}}}
+        => .config_groups.g.weights.strategy=block: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "type": "int"}}}} => .config_groups.g.weights.type=int: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "symmetric": false}}}}
+        => .config_groups.g.weights.symmetric=false: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "dynamic": true}}}}
+        => .config_groups.g.weights.dynamic=true: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "group_size": 128}}}}
+        => .config_groups.g.weights.group_size=128: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "block_structure": [128, 128]}}}}
+        => .config_groups.g.weights.block_structure=[128, 128]: READ
+    {CHANNELS, "config_groups": {"g": {"weights": {E4M3, "rotation": "hadamard"}}}}
+        => .config_groups.g.weights.rotation=hadamard: moezoo does not know this key
     """
 )
 def test_schemes_of_few_bits(table, line):
-    reads = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits"
+    reads = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per channel"
     with refused(f"config.json: quantization_config{line.replace('READ', reads)}"):
         read_quantization({"quantization_config": read(table)})
 

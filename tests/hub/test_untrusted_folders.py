@@ -17,6 +17,7 @@ import moezoo
 from moezoo.hub.few_bits import read_quantization
 from moezoo.hub.formats.base import Format
 from moezoo.hub.formats.fp8 import FP8Blocks
+from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.models import FAMILIES, DeepSeek, family_of
@@ -156,6 +157,8 @@ def test_published_keys_are_the_presets():
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None}
 _INT4 |= {"block_structure": None, "dynamic": False, "observer": "minmax", "observer_kwargs": {}}
+_E4M3 = _INT4 | {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+_PER_TOKEN = _E4M3 | {"strategy": "token", "dynamic": True, "observer": None}
 _GROUP = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
 _TENSORS = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None}
 _TENSORS |= {"ignore": ["lm_head", "re:.*self_attn.*"]}
@@ -177,6 +180,12 @@ FEW_BITS: dict[str, tuple[dict[str, Any], Format]] = {
     "Kimi K2 Thinking": (
         _TENSORS | {"format": "pack-quantized", "config_groups": {"group_0": _GROUP | {"weights": _INT4}}},
         Int4Groups(32),
+    ),
+    "GLM-4.5-FP8": (
+        _TENSORS
+        | {"format": "float-quantized", "global_compression_ratio": None}
+        | {"config_groups": {"group_0": _GROUP | {"weights": _E4M3, "input_activations": _PER_TOKEN}}},
+        FP8Channels(),
     ),
 }
 

@@ -22,7 +22,7 @@ from moezoo.parallel.axes import Role
 
 CONFIG = "quantization_config"
 ADVICE = "load another version of the model, or convert this one to bfloat16 first"
-READ = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits"
+READ = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per channel"
 
 
 def refuse(what: str) -> UserError:
