@@ -4,6 +4,7 @@ Which weights have few bits follows from tensors. config.json states the format,
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from moezoo.errors import UserError
@@ -12,6 +13,7 @@ from moezoo.hub.formats.compressed_tensors import METHOD
 from moezoo.hub.formats.fp8 import FP8Blocks
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
+from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import StoredTensor
 from moezoo.models.config_json import ConfigJson
@@ -24,6 +26,10 @@ BY_NAME = {form.NAME: form for form in FORMATS}
 _USUAL = tuple(form() for form in FORMATS)
 # Tensors that scale activations. Products are computed in the dtype of `execution`, without them.
 ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".qscale_act")
+# Where ModelOpt states the format, in this table; newer versions copy it into config.json.
+MODELOPT_FILE, _TABLE = "hf_quant_config.json", "quantization"
+# The key of a table that names the scheme of one of these methods.
+_SCHEMES = {METHOD: "format", "modelopt": "quant_algo"}
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 _REFUSED = {
     "_zero_point": "integers with a zero point",
@@ -44,7 +50,27 @@ def read_quantization(mapping: Mapping[str, Any]) -> Format | None:
     for form in FORMATS:
         if (found := form.read(config, table)) is not None:
             return found
-    raise refuse(f".format={show(table['format'])[:80]}" if method == METHOD else f".quant_method={show(method)[:80]}")
+    key = _SCHEMES.get(method, "quant_method")
+    raise refuse(f".{key}={show(table.get(key))[:80]}")
+
+
+def read_modelopt_file(folder: Path) -> Format | None:
+    """Return the format that ModelOpt's file beside config.json states; None where there is no file, or no format.
+
+    Raises `UserError` for a format that is not read, and for a file that is damaged.
+    """
+    if not (folder / MODELOPT_FILE).exists():
+        return None
+    table = read_json(folder / MODELOPT_FILE).get(_TABLE)
+    if not isinstance(table, Mapping):
+        raise UserError(f"{folder / MODELOPT_FILE} has no table {_TABLE}; download it again")
+    if table.get("quant_algo") is None:
+        return None
+    try:
+        return read_quantization({CONFIG: {**table, "quant_method": "modelopt"}})
+    except UserError as error:
+        words = str(error).replace(f"config.json: {CONFIG}", f"{folder / MODELOPT_FILE}: {_TABLE}")
+        raise UserError(words) from error
 
 
 def format_argument(name: str | None) -> Format | None:

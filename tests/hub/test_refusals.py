@@ -182,7 +182,7 @@ def test_keys(tmp_path, name, keys, line):
     {"quant_method": "bitsandbytes", "load_in_4bit": true} => .quant_method=bitsandbytes: READ
     {"quant_method": "gptq", "bits": 4} => .quant_method=gptq: READ ... another version
     {"quant_method": "awq", "bits": 4} => .quant_method=awq: READ ... to bfloat16 first
-    {"quant_method": "modelopt", "quant_algo": "NVFP4"} => .quant_method=modelopt: READ
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"} => .quant_algo=NVFP4: READ
     {"quant_method": 8} => .quant_method=8: expected
     {"bits": 4} => .quant_method is missing
     ["fp8"] => =['fp8']: expected a table
@@ -219,6 +219,33 @@ def test_schemes_of_few_bits(table, line):
     reads = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits"
     with refused(f"config.json: quantization_config{line.replace('READ', reads)}"):
         read_quantization({"quantization_config": read(table)})
+
+
+@by_table(
+    """
+    file => line
+    {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}} => : quantization.quant_algo=FP8: moezoo reads
+    {"quantization": {"quant_algo": "NVFP4_AWQ", "group_size": 16}} => : quantization.quant_algo=NVFP4_AWQ: moezoo reads
+    {"quantization": {"quant_algo": ["FP8"]}} => : quantization.quant_algo=[FP8]: moezoo reads
+    {"quantization": "NVFP4"} => has no table quantization; download it again
+    {"quant_algo": "NVFP4"} => has no table quantization; download it again
+    """
+)
+def test_schemes_in_a_file_of_their_own(tmp_path, file, line):
+    """Beside a config.json that says nothing of few bits, for folders of language models and those around them."""
+    for name, keys in (("mixtral", keys_of("mixtral")), ("kimi", change_keys("kimi_k25", {}))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(keys))
+        (tmp_path / name / "hf_quant_config.json").write_text(file)
+        with refused(f"{tmp_path / name}/hf_quant_config.json", line):
+            hub_model_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("algorithm", ['{"quant_algo": null, "kv_cache_quant_algo": "FP8"}', "{}"])
+def test_a_file_that_states_no_scheme_of_weights(tmp_path, algorithm):
+    write_zeros(tmp_path, "mixtral")
+    (tmp_path / "hf_quant_config.json").write_text(f'{{"quantization": {algorithm}}}')
+    moezoo.from_pretrained(tmp_path)
 
 
 @by_table(
