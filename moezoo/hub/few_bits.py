@@ -13,6 +13,7 @@ from moezoo.hub.formats.compressed_tensors import METHOD
 from moezoo.hub.formats.fp8 import FP8Blocks
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
+from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
 from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import StoredTensor
@@ -21,11 +22,13 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role
 from moezoo.typed import show
 
-FORMATS: tuple[type[Format], ...] = (FP8Blocks, MXFP4Groups, Int4Groups)
-BY_NAME = {form.NAME: form for form in FORMATS}
-_USUAL = tuple(form() for form in FORMATS)
+FORMATS: tuple[type[Format], ...] = (FP8Blocks, MXFP4Groups, Int4Groups, NVFP4Packed, NVFP4ModelOpt)
+BY_NAME = {form.NAME: form for form in FORMATS if not form.FACTOR}
+_USUAL = tuple(form() for form in BY_NAME.values())
 # Tensors that scale activations. Products are computed in the dtype of `execution`, without them.
-ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".qscale_act")
+ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".input_global_scale", ".qscale_act")
+# The same of keys and values in caches.
+CACHE_SCALES = (".k_proj.k_scale", ".v_proj.v_scale")
 # Where ModelOpt states the format, in this table; newer versions copy it into config.json.
 MODELOPT_FILE, _TABLE = "hf_quant_config.json", "quantization"
 # The key of a table that names the scheme of one of these methods.
@@ -33,8 +36,6 @@ _SCHEMES = {METHOD: "format", "modelopt": "quant_algo"}
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 _REFUSED = {
     "_zero_point": "integers with a zero point",
-    "_global_scale": "numbers of NVFP4",
-    "_scale_2": "numbers of NVFP4",
     "_g_idx": "integers in another order",
 }
 
@@ -97,6 +98,13 @@ def find_few_bits(tensor: Tensor, tensors: Mapping[str, StoredTensor], stated: F
     for end, what in _REFUSED.items():
         if name + end in tensors:
             raise UserError(f"{name + end}: {what} are not read; {READ}; {ADVICE}")
+    names = f"names {stated.NAME}" if stated else f"has no {CONFIG}"
+    for form in FORMATS:
+        if form.FACTOR and name + form.FACTOR in tensors and type(stated) is not form:
+            raise UserError(
+                f"{name + form.FACTOR} is in the format {form.NAME}, but config.json {names}; the files belong to "
+                "different models"
+            )
     others = (form for form in _USUAL if type(form) is not type(stated))
     for form in others if stated is None else (stated, *others):
         values, spellings, shapes = form.names(name)
@@ -112,10 +120,11 @@ def find_few_bits(tensor: Tensor, tensors: Mapping[str, StoredTensor], stated: F
         if tensor.axes.role is not Role.WEIGHT:
             raise UserError(f"{values} with {scales[0]}: only weights of products may have few bits; {ADVICE}")
         if form is not stated:
-            names = f"names {stated.NAME}" if stated else f"has no {CONFIG}"
             raise UserError(
                 f"{values} with {scales[0]} is in the format {form.NAME}, but config.json {names}; the files belong "
                 "to different models"
             )
+        if form.FACTOR and name + form.FACTOR not in tensors:
+            raise UserError(f"{values}: {name + form.FACTOR} is missing beside it; download the folder again")
         return form.tensor(tensor, scales[0], (shape for shape in shapes if shape in tensors))
     return None

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from few_bit_folders import MODELOPT_CONFIG, NVFP4_CONFIG
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, PLAIN, YARN, deepseek_v3, keys_of, write_zeros
@@ -19,6 +20,7 @@ from moezoo.hub.formats.base import Format
 from moezoo.hub.formats.fp8 import FP8Blocks
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
+from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
 from moezoo.models import FAMILIES, DeepSeek, family_of
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
@@ -178,6 +180,8 @@ FEW_BITS: dict[str, tuple[dict[str, Any], Format]] = {
         _TENSORS | {"format": "pack-quantized", "config_groups": {"group_0": _GROUP | {"weights": _INT4}}},
         Int4Groups(32),
     ),
+    "NVFP4 of compressed-tensors": (NVFP4_CONFIG, NVFP4Packed()),
+    "GLM-5.2-NVFP4": (MODELOPT_CONFIG, NVFP4ModelOpt()),
 }
 
 
