@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.json_files import open_file, read_json
@@ -125,6 +126,9 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values) -> Copyi
         quantization = {}
         if leaves.format is not None:
             quantization = {CONFIG: leaves.format.write(modules_in_numbers(own.values(), leaves.few))}
+        if MODELOPT_FILE in files:  # It would state the format that the weights had.
+            files.remove(MODELOPT_FILE)
+            skipped.append(MODELOPT_FILE)
     texts["config.json"] = _config_json(ours, theirs, dtypes, quantization, opened)
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():

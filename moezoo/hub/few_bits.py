@@ -4,6 +4,7 @@ Which weights have few bits follows from tensors. config.json states the format,
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from moezoo.hub.formats.fp8 import FP8Blocks
 from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
+from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
+from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import StoredTensor
 from moezoo.models.config_json import ConfigJson
@@ -22,16 +25,27 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role
 from moezoo.typed import show
 
-FORMATS: tuple[type[Format], ...] = (FP8Channels, FP8Blocks, MXFP4Groups, Int4Groups)
-BY_NAME = {form.NAME: form for form in FORMATS}
-_USUAL = tuple(form() for form in FORMATS)
+FORMATS: tuple[type[Format], ...] = (
+    FP8Channels,
+    FP8Blocks,
+    MXFP4Groups,
+    Int4Groups,
+    NVFP4Packed,
+    NVFP4ModelOpt,
+)
+BY_NAME = {form.NAME: form for form in FORMATS if not form.FACTOR}
+_USUAL = tuple(form() for form in BY_NAME.values())
 # Tensors that scale activations. Products are computed in the dtype of `execution`, without them.
-ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".qscale_act")
+ACTIVATION_SCALES = (".activation_scale", ".input_scale", ".input_global_scale", ".qscale_act")
+# The same of keys and values in caches.
+CACHE_SCALES = (".k_proj.k_scale", ".v_proj.v_scale")
+# Where ModelOpt states the format, in this table; newer versions copy it into config.json.
+MODELOPT_FILE, _TABLE = "hf_quant_config.json", "quantization"
+# The key of a table that names the scheme of one of these methods.
+_SCHEMES = {METHOD: "format", "modelopt": "quant_algo"}
 _ONE_BYTE = ("F8_E4M3", "F8_E5M2", "U8", "I8")
 _REFUSED = {
     "_zero_point": "integers with a zero point",
-    "_global_scale": "numbers of NVFP4",
-    "_scale_2": "numbers of NVFP4",
     "_g_idx": "integers in another order",
 }
 
@@ -47,7 +61,27 @@ def read_quantization(mapping: Mapping[str, Any]) -> Format | None:
     for form in FORMATS:
         if (found := form.read(config, table)) is not None:
             return found
-    raise refuse(f".format={show(table['format'])[:80]}" if method == METHOD else f".quant_method={show(method)[:80]}")
+    key = _SCHEMES.get(method, "quant_method")
+    raise refuse(f".{key}={show(table.get(key))[:80]}")
+
+
+def read_modelopt_file(folder: Path) -> Format | None:
+    """Return the format that ModelOpt's file beside config.json states; None where there is no file, or no format.
+
+    Raises `UserError` for a format that is not read, and for a file that is damaged.
+    """
+    if not (folder / MODELOPT_FILE).exists():
+        return None
+    table = read_json(folder / MODELOPT_FILE).get(_TABLE)
+    if not isinstance(table, Mapping):
+        raise UserError(f"{folder / MODELOPT_FILE} has no table {_TABLE}; download it again")
+    if table.get("quant_algo") is None:
+        return None
+    try:
+        return read_quantization({CONFIG: {**table, "quant_method": "modelopt"}})
+    except UserError as error:
+        words = str(error).replace(f"config.json: {CONFIG}", f"{folder / MODELOPT_FILE}: {_TABLE}")
+        raise UserError(words) from error
 
 
 def format_argument(name: str | None) -> Format | None:
@@ -75,6 +109,13 @@ def find_few_bits(tensor: Tensor, tensors: Mapping[str, StoredTensor], stated: F
     for end, what in _REFUSED.items():
         if name + end in tensors:
             raise UserError(f"{name + end}: {what} are not read; {READ}; {ADVICE}")
+    names = f"names {stated.NAME}" if stated else f"has no {CONFIG}"
+    for form in FORMATS:
+        if form.FACTOR and name + form.FACTOR in tensors and type(stated) is not form:
+            raise UserError(
+                f"{name + form.FACTOR} is in the format {form.NAME}, but config.json {names}; the files belong to "
+                "different models"
+            )
 
     def is_part(form: Format) -> bool:
         values, scales, _ = form.names(name)
@@ -96,10 +137,11 @@ def find_few_bits(tensor: Tensor, tensors: Mapping[str, StoredTensor], stated: F
         if tensor.axes.role is not Role.WEIGHT:
             raise UserError(f"{values} with {scales[0]}: only weights of products may have few bits; {ADVICE}")
         if form is not stated:
-            names = f"names {stated.NAME}" if stated else f"has no {CONFIG}"
             raise UserError(
                 f"{values} with {scales[0]} is in the format {form.NAME}, but config.json {names}; the files belong "
                 "to different models"
             )
+        if form.FACTOR and name + form.FACTOR not in tensors:
+            raise UserError(f"{values}: {name + form.FACTOR} is missing beside it; download the folder again")
         return form.tensor(tensor, scales[0], (shape for shape in shapes if shape in tensors))
     return None

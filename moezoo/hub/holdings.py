@@ -243,7 +243,8 @@ class FewBits(Holding):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.few.values, self.few.scale, *self.few.others)
+        factor = () if self.few.factor is None else (self.few.factor,)
+        return (self.few.values, self.few.scale, *factor, *self.few.others)
 
     @property
     def dtype(self) -> np.dtype:
@@ -264,15 +265,20 @@ class FewBits(Holding):
     def check(self) -> None:
         few, found = self.few, self.files.tensors[self.few.scale]
         self.files.check(few.scale, found.shape, few.format.SCALE_KINDS)
-        one = np.broadcast_to(np.zeros((), self.scale_dtype), few.scale_shape[-2:])
-        few.encoding(one)  # refuses numbers of inputs that the format cannot have
+        one = few.format.scales(np.zeros((), self.scale_dtype), np.ones((), np.float32))
+        few.encoding(
+            np.broadcast_to(one, few.scale_shape[-2:])
+        )  # refuses numbers of inputs that the format cannot have
         self.files.check(few.values, few.values_shape, (few.format.KIND,))
         if few.format.has_blocks or math.prod(found.shape) != math.prod(few.scale_shape):
             self.files.check(few.scale, few.scale_shape, few.format.SCALE_KINDS)
+        if few.factor is not None:
+            found = self.files.tensors[few.factor]
+            self.files.check(few.factor, found.shape if found.shape == () else (1,), ("F32",))
 
     def read_stored(self, name: str) -> np.ndarray:
         """Return the tensor of this name as the files have it. Raises `UserError` for scales that are not finite."""
-        return _read_scales(self.files, name) if name == self.few.scale else self.files.read(name)
+        return _read_scales(self.files, self.few) if name == self.few.scale else self.files.read(name)
 
     def pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
         yield from super().pieces(arrays)
@@ -368,13 +374,15 @@ class FewBits(Holding):
         return all(are_finite(numbers) for numbers in widened)
 
 
-def _read_scales(files: WeightFiles, name: str, region: Region | None = None) -> np.ndarray:
+def _read_scales(files: WeightFiles, few: FewBitTensor, region: Region | None = None) -> np.ndarray:
     """Return scales, or a part of them. Raises `UserError` for those that are not finite."""
-    found = files.read(name, region)
-    with np.errstate(over="ignore"):
+    found, name = files.read(few.scale, region), few.scale
+    with np.errstate(all="ignore"):
+        if few.factor is not None:
+            found, name = few.format.scales(found, files.read(few.factor)), f"{name} with {few.factor}"
         finite = np.isfinite(as_float32(found)).all()
     if not finite:
-        raise UserError(f"{files.tensors[name].path}: {name} has NaN or infinite scales; download the file again")
+        raise UserError(f"{files.tensors[few.scale].path}: {name} has NaN or infinite scales; download the file again")
     return found
 
 
@@ -395,7 +403,7 @@ class _Scales:
         """
         with self._lock:
             if not self._grid.ndim:
-                found = _read_scales(self.files, self._few.scale, self.region)
+                found = _read_scales(self.files, self._few, self.region)
                 grid = np.zeros(self._few.scale_shape, found.dtype)
                 grid[np.ix_(*map(_numbers_of, self.region.chosen))] = found
                 self._grid = grid if self._few.lead else grid[None]

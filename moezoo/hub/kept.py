@@ -59,8 +59,13 @@ class Form:
 
     @classmethod
     def of(cls, holding: Holding) -> "Form":
-        """Return that of a tensor of a folder."""
+        """Return that of a tensor of a folder. Raises `UserError` for a format that is only widened."""
         if isinstance(holding, FewBits):
+            if holding.few.format.NAME not in BY_NAME:
+                raise UserError(
+                    f"few bits cannot be kept: {holding.few.values} is in the format {holding.few.format.NAME}, which "
+                    "is only widened; write dtype=bfloat16, or in a run execution.param_dtype=bfloat16"
+                )
             return cls(holding.scale_dtype.name, holding.few.format.NAME, holding.few.block)
         return cls(holding.dtype.name)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from moezoo.errors import UserError, locating
 from moezoo.host import check_name
-from moezoo.hub.few_bits import ACTIVATION_SCALES, find_few_bits, read_quantization
+from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, read_modelopt_file, read_quantization
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.json_files import read_json
@@ -145,7 +145,7 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         raise UserError(
             f"{folder}/config.json: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one"
         )
-    quantization = quantization or inner
+    quantization = quantization or inner or read_modelopt_file(folder)
     config = upcycle.widen(config) if upcycle.experts else config
     return Described(mapping, text is not mapping, family, hub, config, quantization, keys)
 
@@ -263,7 +263,8 @@ def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]
     found, folder = _without_copy(opened), opened.folder
     left = found - expected
     over = opened.nesting.find_unused(opened.hub, left, expected)
-    over |= {name: "products in FP8" for name in left if name.endswith(ACTIVATION_SCALES)}
+    over |= {name: "products in few bits" for name in left if name.endswith(ACTIVATION_SCALES)}
+    over |= {name: "caches in few bits" for name in left if name.endswith(CACHE_SCALES)}
     if missing := sorted(expected - found):
         raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
     if left := sorted(left - set(over)):

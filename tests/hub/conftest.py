@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from few_bit_folders import CASES, WHOLE, Written, write_few_bits
+from few_bit_folders import CASES, WHOLE, WIDENED, Written, write_few_bits
 from tiny_models import CONFIGS, random_model
 
 import moezoo
@@ -39,12 +39,12 @@ def save(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def few_bits(tmp_path_factory):
-    """Return a function from a name in `few_bit_folders.CASES` or `WHOLE` to the folders of that model."""
+    """Return a function from a name in `few_bit_folders.CASES`, `WIDENED` or `WHOLE` to the folders of that model."""
     rng = np.random.default_rng(0)
 
     @functools.cache
     def write(name: str) -> Written:
-        case, folder = (CASES | WHOLE)[name], tmp_path_factory.mktemp("few")
+        case, folder = (CASES | WIDENED | WHOLE)[name], tmp_path_factory.mktemp("few")
         model = jax.tree.map(
             lambda x: jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), Blueprint(case.config).shapes
         )

@@ -68,6 +68,16 @@ def int4(rng: np.random.Generator, shape: tuple[int, int], group: int) -> tuple[
     return words, scale, (codes.astype(np.float32) - 8) * np.repeat(scale.astype(np.float32), group, -1)
 
 
+def nvfp4(rng: np.random.Generator, shape: tuple[int, int], divides: bool) -> tuple[Any, Any, Any, Any]:
+    """Return bytes [outputs, inputs / 2], e4m3 scales [outputs, inputs / 16], the scale of them, and the numbers."""
+    rows, columns = shape
+    codes = rng.integers(0, 16, shape, np.uint8)
+    scale = rng.uniform(0.002, 448, (rows, _ceil(columns, 16))).astype(ml_dtypes.float8_e4m3fn)
+    factor = np.float32(rng.uniform(3000, 30000) if divides else 1 / rng.uniform(3000, 30000))
+    wide = scale.astype(np.float32) / factor if divides else scale.astype(np.float32) * factor
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale, factor, FP4[codes] * np.repeat(wide, 16, -1)[:, :columns]
+
+
 KINDS = {
     "F32": np.dtype("<f4"),
     "BF16": np.dtype(BF16),
@@ -126,6 +136,18 @@ def encode_int4(group: int = 32) -> Encode:
     return encode
 
 
+def encode_nvfp4(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
+    """Give a weight in NVFP4 as compressed-tensors writes it."""
+    values, scale, factor, wide = nvfp4(rng, weight.shape, True)
+    return {f"{name}_packed": values, f"{name}_scale": scale, f"{name}_global_scale": factor.reshape(1)}, wide
+
+
+def encode_modelopt(rng: np.random.Generator, name: str, weight: np.ndarray) -> Any:
+    """Give a weight in NVFP4 as ModelOpt writes it."""
+    values, scale, factor, wide = nvfp4(rng, weight.shape, False)
+    return {name: values, f"{name}_scale": scale, f"{name}_scale_2": factor.reshape(())}, wide
+
+
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 MXFP4_CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 
@@ -168,6 +190,27 @@ def fp8_channels_config() -> dict[str, Any]:
         "ignore": ["lm_head", "model.layers.0.mlp.down_proj"],
         "global_compression_ratio": None,
     }
+
+
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+NVFP4_GROUP: dict[str, Any] = {
+    "targets": ["Linear"],
+    "weights": _FP4 | {"dynamic": False, "observer": "static_minmax", "scale_dtype": "torch.float8_e4m3fn"},
+    "input_activations": _FP4 | {"dynamic": "local"},
+    "output_activations": None,
+}
+NVFP4_CONFIG = int4_config() | {"format": "nvfp4-pack-quantized", "config_groups": {"group_0": NVFP4_GROUP}}
+_MODELOPT_4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+MODELOPT_CONFIG = {
+    "config_groups": {
+        "group_0": {"input_activations": _MODELOPT_4, "weights": _MODELOPT_4, "targets": ["Linear"]},
+    },
+    "ignore": ["lm_head", "model.layers.0.self_attn*"],
+    "quant_algo": "NVFP4",
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.43.0"},
+    "quant_method": "modelopt",
+}
 
 
 class Case(NamedTuple):
@@ -235,6 +278,11 @@ CASES = {
         encode_fp8(_CHANNEL, BF16, "_scale"),
         fp8_channels_config(),
     ),
+}
+# Formats that are not kept. Rows of o_proj are 4 heads of 7 numbers, so a byte has those of two.
+WIDENED = {
+    "nvfp4": Case(deepseek_v3(**_LATENT), is_projection, encode_nvfp4, NVFP4_CONFIG),
+    "nvfp4 of ModelOpt": Case(qwen3(**_SIZES), lambda name: ".experts." in name, encode_modelopt, MODELOPT_CONFIG),
 }
 # Blocks of 8 x 8 are whole everywhere.
 _WHOLE = deepseek_v3(**_LATENT | {"value_dim": 8})

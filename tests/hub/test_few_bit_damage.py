@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import BF16, fp8_channels_config, write_folder
+from few_bit_folders import BF16, MODELOPT_CONFIG, fp8_channels_config, int4_config, write_folder
 from refusals import refused
 
 import moezoo
@@ -21,6 +21,8 @@ UP = "model.layers.1.mlp.experts.2.up_proj.weight"
 BOTH = "model.layers.1.mlp.experts.gate_up_proj"
 STRAY = "model.layers.1.mlp.norm.weight_scale_inv"
 BLOCKS, SCALES, QSCALE, WORDS = f"{BOTH}_blocks", f"{BOTH}_scales", f"{BOTH}.qscale_weight", f"{UP}_packed"
+FIRST = "model.layers.0.mlp.experts.2.up_proj.weight"
+FACTOR, EXPERTS = f"{UP}_global_scale", "model.layers.0.mlp.experts.gate_up_proj"
 FP8, E4M3, ONE = {"quant_method": "fp8"}, ml_dtypes.float8_e4m3fn, np.ones(1, np.float32)
 QUANTIZATION = "quantization_config"
 
@@ -58,6 +60,12 @@ def both(*changes: Change) -> Change:
 
 def groups_of_16(tensors: Tensors, config: Any) -> None:
     config[QUANTIZATION]["config_groups"]["group_0"]["weights"].update(group_size=16)
+
+
+def factor_of_experts(tensors: Tensors, config: Any) -> None:
+    tensors[EXPERTS], scale = tensors.pop(f"{EXPERTS}_blocks"), tensors.pop(f"{EXPERTS}_scales")
+    tensors[f"{EXPERTS}_scale"], tensors[f"{EXPERTS}_scale_2"] = scale.view(E4M3), ONE
+    config[QUANTIZATION] = MODELOPT_CONFIG
 
 
 @pytest.fixture
@@ -129,7 +137,7 @@ def no_arrays(monkeypatch):
         (
             "int4",
             put(f"{UP}_zero_point", np.zeros((4, 2), np.int32)),
-            f": {UP}_zero_point: integers with a zero point are not read; moezoo reads fp8, mxfp4, and",
+            f": {UP}_zero_point: integers with a zero point are not read; moezoo reads fp8, mxfp4, nvfp4, and",
         ),
         ("int4", put(f"{UP}_g_idx", np.arange(64)), f": {UP}_g_idx: integers in another order are not read"),
         (CHANNELS, drop(CHANNEL), f": {K} has no scales beside it, expected one of {CHANNEL}"),
@@ -147,11 +155,38 @@ def no_arrays(monkeypatch):
         ("int4", state(None), " ... weight_packed with ... _scale is in the format int4, but config.json has no"),
         ("int4", state(FP8), " ... weight_packed with ... _scale is in the format int4, but config.json names fp8"),
         # NVFP4, as two makers write it.
-        ("int4", put(f"{UP}_global_scale", ONE), f": {UP}_global_scale: numbers of NVFP4 are not read"),
+        ("int4", put(FACTOR, ONE), f": {FACTOR} is in the format nvfp4, but config.json names int4"),
         (
             "fp8",
-            both(put(f"{K}_scale_2", ONE), put(f"{K}_scale", ONE), drop(SCALE)),
-            f": {K}_scale_2: numbers of NVFP4 are not read",
+            put(f"{K}_scale_2", ONE),
+            f": {K}_scale_2 is in the format nvfp4 of ModelOpt, but config.json names fp8",
+        ),
+        ("nvfp4", state(None), " ... _global_scale is in the format nvfp4, but config.json has no quantization_config"),
+        ("nvfp4", state(MODELOPT_CONFIG), " ... is in the format nvfp4, but config.json names nvfp4 of ModelOpt"),
+        ("nvfp4", state(int4_config()), " ... is in the format nvfp4, but config.json names int4"),
+        ("nvfp4", drop(FACTOR), f": {WORDS}: {FACTOR} is missing beside it; download the folder again"),
+        ("nvfp4", drop(f"{UP}_scale"), f": {WORDS} has no scales beside it"),
+        ("nvfp4", drop(WORDS), f": {UP}_scale: {WORDS} is missing beside it"),
+        ("nvfp4", drop(WORDS, f"{UP}_scale"), f": 1 tensor is missing: {UP}"),
+        ("nvfp4", put(f"{NORM}_global_scale", ONE), f": 1 tensor is not in the model of config.json: {NORM}_global"),
+        ("nvfp4", put(FACTOR, np.ones(2, np.float32)), f": {FACTOR} has shape [2], expected [1]"),
+        ("nvfp4", cast(FACTOR, BF16), f": {FACTOR} is BF16, expected F32"),
+        ("nvfp4", cast(f"{UP}_scale", np.float32), f": {UP}_scale is F32, expected F8_E4M3"),
+        ("nvfp4", edit(f"{UP}_scale", lambda x: x[:, :2]), f": {UP}_scale has shape [32, 2], expected [32, 4]"),
+        ("nvfp4", edit(WORDS, lambda x: x[:, :8]), f": {WORDS} has shape [32, 8], expected [32, 32]"),
+        ("nvfp4 of ModelOpt", cast(FIRST, np.int8), f": {FIRST} is I8, expected U8"),
+        ("nvfp4 of ModelOpt", drop(f"{FIRST}_scale_2"), f": {FIRST}: {FIRST}_scale_2 is missing beside it"),
+        ("nvfp4 of ModelOpt", drop(f"{FIRST}_scale", f"{FIRST}_scale_2"), f": {FIRST} has no scales beside it"),
+        ("nvfp4 of ModelOpt", cast(FIRST, BF16), f": {FIRST} is BF16, expected U8"),
+        (
+            "nvfp4 of ModelOpt",
+            put(f"{FIRST.removesuffix('weight')}pre_quant_scale", np.ones(64, np.float32)),
+            " ... pre_quant_scale",
+        ),
+        (
+            "mxfp4",
+            factor_of_experts,
+            f": {EXPERTS}: nvfp4 of ModelOpt of all experts",
         ),
     ],
 )
@@ -195,6 +230,21 @@ def test_scales_that_are_not_finite(spoil, name):
             moezoo.from_pretrained(folder, dtype=dtype)
     with refused(f"{folder}/model.safetensors: {scale} has NaN or infinite scales"):
         plan_export(str(folder), str(folder.parent / "copied")).write()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "scale"),
+    [
+        ("nvfp4", spoil_last(f"{UP}_scale", np.nan), FACTOR),
+        ("nvfp4", put(FACTOR, 0 * ONE), FACTOR),
+        ("nvfp4", put(FACTOR, np.nan * ONE), FACTOR),
+        ("nvfp4 of ModelOpt", put(f"{FIRST}_scale_2", np.float32(np.inf)), f"{FIRST}_scale_2"),
+    ],
+)
+def test_two_scales_whose_product_is_not_finite(spoil, name, change, scale):
+    folder = spoil(name, change)
+    with refused(f"{folder}/model.safetensors: model. ... .weight_scale with {scale} has NaN or infinite scales;"):
+        moezoo.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "stored"])

@@ -13,7 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import BF16, CASES, tensors_of, write_few_bits
+from few_bit_folders import BF16, CASES, WIDENED, tensors_of, write_few_bits
 from refusals import refused
 
 import moezoo
@@ -39,8 +39,9 @@ LAYOUTS: dict[str, Any] = {
 # Every folder in every dtype, and every dtype in every layout; the fewest bytes of a run and the most of a piece.
 LOADS = [
     (name, list(LAYOUTS)[(3 * i + j) % 5], dtype, (1, 2**16, 64)[i % 3], (2000, 2**22)[(i + j) % 2])
-    for i, name in enumerate(CASES)
+    for i, name in enumerate(CASES | WIDENED)
     for j, dtype in enumerate(("float32", "bfloat16", "stored"))
+    if dtype != "stored" or name in CASES
 ]
 
 
@@ -180,7 +181,7 @@ def test_a_kept_model_is_written_with_the_bits_of_its_folder(few_bits, tmp_path,
     )
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8 one scale", "fp8 channels", "mxfp4", "int4"])
+@pytest.mark.parametrize("name", ["fp8", "fp8 one scale", "fp8 channels", "mxfp4", "int4", *WIDENED])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_widened_model_is_written_in_numbers(few_bits, tmp_path, name, dtype):
     """As the folder in numbers, by `save_pretrained` and by `convert`; nothing says that it has few bits."""

@@ -54,7 +54,7 @@ def test_tensors_for_products_in_few_bits_are_not_loaded(few_bits, tmp_path):
     made = few_bits("fp8 one scale")
     scales = {f"model.layers.{i}.self_attn.q_proj.qscale_act": np.ones((), np.float32) for i in range(2)}
     write_folder(tmp_path / "m", made.tensors | scales, json.loads((made.few / "config.json").read_text()))
-    with pytest.warns(UserWarning, match=r"2 tensors are not loaded, for products in FP8: model\.layers\.0-1\."):
+    with pytest.warns(UserWarning, match=r"2 tensors are not loaded, for products in few bits: model\.layers\.0-1\."):
         model = moezoo.from_pretrained(tmp_path / "m", dtype="stored")
     moezoo.save_pretrained(model, tmp_path / "like", like=tmp_path / "m")
     assert (tmp_path / "like/model.safetensors").read_bytes() == (tmp_path / "m/model.safetensors").read_bytes()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from few_bit_folders import FP8_CONFIG, fp8_channels_config, int4_config
+from few_bit_folders import FP8_CONFIG, NVFP4_GROUP, fp8_channels_config, int4_config
 from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import keys_of, write_zeros
@@ -23,6 +23,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "YARN": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64},
     "FP8": FP8_CONFIG | {"weight_block_size": [128, 128]},
     "TENSORS": TENSORS,
+    "E2M1": NVFP4_GROUP["weights"],
     "INT4": TENSORS["config_groups"]["group_0"]["weights"],
     "CHANNELS": CHANNELS,
     "E4M3": CHANNELS["config_groups"]["group_0"]["weights"],
@@ -184,7 +185,10 @@ def test_keys(tmp_path, name, keys, line):
     {"quant_method": "bitsandbytes", "load_in_4bit": true} => .quant_method=bitsandbytes: READ
     {"quant_method": "gptq", "bits": 4} => .quant_method=gptq: READ ... another version
     {"quant_method": "awq", "bits": 4} => .quant_method=awq: READ ... to bfloat16 first
-    {"quant_method": "modelopt", "quant_algo": "NVFP4"} => .quant_method=modelopt: READ
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} => .quant_algo=MIXED_PRECISION: READ
+    {"quant_method": "modelopt"} => .quant_algo=null: READ
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32} => .group_size=32 ... only 16
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "quantized_layers": {"a": 1}} => .quantized_layers= ... know
     {"quant_method": 8} => .quant_method=8: expected
     {"bits": 4} => .quant_method is missing
     ["fp8"] => =['fp8']: expected a table
@@ -196,7 +200,12 @@ def test_keys(tmp_path, name, keys, line):
     {TENSORS, "num_bits": 4} => .num_bits=4: moezoo does not know
     {TENSORS, "format": "float-quantized"} => .config_groups.group_0.weights.num_bits=4: READ
     {TENSORS, "format": "naive-quantized"} => .format=naive-quantized: READ
-    {TENSORS, "format": "nvfp4-pack-quantized"} => .format=nvfp4-pack-quantized: READ
+    {TENSORS, "format": "nvfp4-pack-quantized"} => .config_groups.group_0.weights.type=int: READ
+    {TENSORS, "format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": {E2M1, "group_size": 32}}}}
+        => .config_groups.g.weights.group_size=32: READ
+    {TENSORS, "format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": {E2M1, "symmetric": false}}}}
+        => .config_groups.g.weights.symmetric=false: READ
+    {TENSORS, "format": "nvfp4-pack-quantized", "kv_cache_scheme": {"num_bits": 8}} => .kv_cache_scheme=
     {TENSORS, "format": "mxfp4-pack-quantized"} => .format=mxfp4-pack-quantized: READ
     {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 3}}}} => .config_groups.g.weights.num_bits=3: READ
     {TENSORS, "config_groups": {"g": {"weights": {INT4, "num_bits": 5}}}} => .config_groups.g.weights.num_bits=5: READ
@@ -236,9 +245,40 @@ def test_keys(tmp_path, name, keys, line):
     """
 )
 def test_schemes_of_few_bits(table, line):
-    reads = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per channel"
+    reads = (
+        "moezoo reads fp8, mxfp4, nvfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per "
+        "channel"
+    )
     with refused(f"config.json: quantization_config{line.replace('READ', reads)}"):
         read_quantization({"quantization_config": read(table)})
+
+
+@by_table(
+    """
+    file => line
+    {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}} => : quantization.quant_algo=FP8: moezoo reads
+    {"quantization": {"quant_algo": "NVFP4", "group_size": 32}} => : quantization.group_size=32 ... only 16
+    {"quantization": {"quant_algo": "NVFP4_AWQ", "group_size": 16}} => : quantization.quant_algo=NVFP4_AWQ: moezoo reads
+    {"quantization": {"quant_algo": ["FP8"]}} => : quantization.quant_algo=[FP8]: moezoo reads
+    {"quantization": "NVFP4"} => has no table quantization; download it again
+    {"quant_algo": "NVFP4"} => has no table quantization; download it again
+    """
+)
+def test_schemes_in_a_file_of_their_own(tmp_path, file, line):
+    """Beside a config.json that says nothing of few bits, for folders of language models and those around them."""
+    for name, keys in (("mixtral", keys_of("mixtral")), ("kimi", change_keys("kimi_k25", {}))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(keys))
+        (tmp_path / name / "hf_quant_config.json").write_text(file)
+        with refused(f"{tmp_path / name}/hf_quant_config.json", line):
+            hub_model_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("algorithm", ['{"quant_algo": null, "kv_cache_quant_algo": "FP8"}', "{}"])
+def test_a_file_that_states_no_scheme_of_weights(tmp_path, algorithm):
+    write_zeros(tmp_path, "mixtral")
+    (tmp_path / "hf_quant_config.json").write_text(f'{{"quantization": {algorithm}}}')
+    moezoo.from_pretrained(tmp_path)
 
 
 @by_table(

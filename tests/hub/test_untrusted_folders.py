@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from few_bit_folders import MODELOPT_CONFIG, NVFP4_CONFIG
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, PLAIN, YARN, deepseek_v3, keys_of, write_zeros
@@ -20,6 +21,7 @@ from moezoo.hub.formats.fp8 import FP8Blocks
 from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
+from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
 from moezoo.models import FAMILIES, DeepSeek, family_of
 from moezoo.moe.router import Choice
 from moezoo.nn.query_scale import QueryScale
@@ -187,6 +189,8 @@ FEW_BITS: dict[str, tuple[dict[str, Any], Format]] = {
         | {"config_groups": {"group_0": _GROUP | {"weights": _E4M3, "input_activations": _PER_TOKEN}}},
         FP8Channels(),
     ),
+    "NVFP4 of compressed-tensors": (NVFP4_CONFIG, NVFP4Packed()),
+    "GLM-5.2-NVFP4": (MODELOPT_CONFIG, NVFP4ModelOpt()),
 }
 
 

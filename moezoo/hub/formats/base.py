@@ -22,7 +22,9 @@ from moezoo.parallel.axes import Role
 
 CONFIG = "quantization_config"
 ADVICE = "load another version of the model, or convert this one to bfloat16 first"
-READ = "moezoo reads fp8, mxfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per channel"
+READ = (
+    "moezoo reads fp8, mxfp4, nvfp4, and compressed-tensors with pack-quantized integers of 4 bits or FP8 per channel"
+)
 
 
 def refuse(what: str) -> UserError:
@@ -39,6 +41,8 @@ class Format(abc.ABC):
         CONTAINER: The container that keeps it.
         VALUES: What the name of the numbers has behind that of the weight.
         SCALES: The same for the scales, in all spellings; one with a `.` replaces the ending `.weight`.
+        FACTOR: The same for one float32 number that changes all scales, which is then widened and neither kept nor
+            written; empty for none.
         SHAPES: The same for tensors with outputs and inputs, which change nothing.
         KIND: The dtype of the numbers in safetensors' words.
         PER_ITEM: The numbers in one stored item.
@@ -54,6 +58,7 @@ class Format(abc.ABC):
     CONTAINER: ClassVar[type[FewBits]]
     VALUES: ClassVar[str] = ""
     SCALES: ClassVar[tuple[str, ...]]
+    FACTOR: ClassVar[str] = ""
     SHAPES: ClassVar[tuple[str, ...]] = ()
     KIND: ClassVar[str]
     PER_ITEM: ClassVar[int] = 1
@@ -103,6 +108,11 @@ class Format(abc.ABC):
         """Return the shape of a row of stored items."""
         return (items,)
 
+    def scales(self, stored: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        """Return the scales that numbers are multiplied with, from stored ones and the factor of this format."""
+        del factor
+        return stored
+
     def are_finite(self, items: np.ndarray) -> bool:
         """Return whether stored numbers are finite: e4m3 has a code of NaN, the others have none."""
         return self.KIND != "F8_E4M3" or not ((items & 127) == 127).any()
@@ -127,7 +137,8 @@ class Format(abc.ABC):
     def tensor(self, tensor: Tensor, scale: str | None = None, others: Iterable[str] = ()) -> "FewBitTensor":
         """Return a weight in this format. `scale` and `others` are names of tensors, by default the usual ones."""
         values, spellings, _ = self.names(tensor.name)
-        return FewBitTensor(outputs_first(tensor), self, values, scale or spellings[0], tuple(others))
+        factor = tensor.name + self.FACTOR if self.FACTOR else None
+        return FewBitTensor(outputs_first(tensor), self, values, scale or spellings[0], tuple(others), factor)
 
 
 def outputs_first(tensor: Tensor) -> Tensor:
@@ -145,6 +156,7 @@ class FewBitTensor:
         values: The name of the tensor with the numbers.
         scale: The name of the tensor with the scales.
         others: Those of tensors that change nothing.
+        factor: The name of the tensor with the number that changes all scales; None where there is none.
     """
 
     tensor: Tensor
@@ -152,6 +164,7 @@ class FewBitTensor:
     values: str
     scale: str
     others: tuple[str, ...]
+    factor: str | None = None
 
     @property
     def plain(self) -> Tensor:
