@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from refusals import refused
+from training_runs import steps_only
 
 import moezoo
 from moezoo import host
@@ -37,7 +38,8 @@ def folder(tmp_path_factory):
 def run(tmp_path_factory, small_run):
     """A run of one step on token ids without a tokenizer."""
     folder = tmp_path_factory.mktemp("run") / "one"
-    return moezoo.train(moezoo.compose(*small_run, "dispatch=gather", f"run_dir={folder}"))
+    with steps_only():
+        return moezoo.train(moezoo.compose(*small_run, "dispatch=gather", f"run_dir={folder}"))
 
 
 def test_prompts_of_different_lengths(folder, capsys):

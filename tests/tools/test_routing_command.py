@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt  # rich brings it
 from tokenizers_of_kinds import KINDS, with_start
+from training_runs import steps_only
 
 import moezoo
 import moezoo.tables as tables
@@ -56,7 +57,8 @@ def run(tmp_path_factory, text):
         *(*model, *data, "model.expert_mlp=8", "seq_len=16", "batch_size=4", "steps=2", "eval_every=0"),
         *("checkpoint_every=1", "mesh=single", "dispatch=gather", "log_every=1", f"run_dir={folder}"),
     )
-    moezoo.train(cfg)
+    with steps_only():
+        moezoo.train(cfg)
     return folder
 
 
