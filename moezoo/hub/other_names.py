@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,15 +33,8 @@ from moezoo.nn.rotary import Rotary
 from moezoo.typed import show
 
 
-@dataclasses.dataclass(frozen=True)
-class Wrapper:
-    """A program that wraps modules, and so adds a part to the names of the tensors inside.
-
-    Attributes:
-        part: The part, which stands between dots.
-        by: The program.
-        around: What it wraps: any module, or only the whole model, whose tensors then all begin with the part.
-    """
+class Wrapper(NamedTuple):
+    """A program that adds a `part`, between dots, to names in what it wraps: in any module, or in the whole model."""
 
     part: str
     by: str
@@ -65,15 +58,11 @@ WAYS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-    """Tensors that hold arrays which a family has in others. It counts where the folder has all of these and no other.
+class Form(NamedTuple):
+    """Rows in place of those of the same arrays in a family. They hold where a folder has all of these and no other.
 
-    Attributes:
-        by: Where it is from.
-        rows: The tensors.
-        shapes: For each row, the dimensions of its tensor; without them those that its layout has. E experts, d the
-            width of the model, I that of an expert.
+    `shapes`: the dimensions of each tensor, where they tell this form from a later one with the same names: E experts,
+    d the width of the model, I that of an expert.
     """
 
     by: str
@@ -82,7 +71,6 @@ class Form:
 
 
 _JOINED, _EXPERTS = "gate+up=gate_up_proj down=down_proj", (f"{MOE}experts.", f"{MLP}experts.")
-# A form stands before another one with the same names, which it differs from by its shapes.
 FORMS = (
     Form("qwen3_vl_moe as released", rows(*_EXPERTS, _JOINED, "transposed"), ("E d 2I", "E I d")),
     # What transformers 5 has in memory: in raw state dicts, and saved with save_original_format=False.
@@ -118,9 +106,8 @@ def find_names(names: Collection[str], is_nested: bool, folder: Path) -> dict[st
     for part in [each.part for each in WRAPPERS if each.around == "the model"]:
         while all(text.startswith(f"{part}.") for text in found.values()):
             found = {name: text.removeprefix(f"{part}.") for name, text in found.items()}
-    texts = found.values()
-    ways = (way for way in ({"model.layers.": "model.layers."}, *WAYS) if _begins(texts, way["model.layers."]))
-    if not is_nested and (way := next(ways, None)):
+    ways = (way for way in WAYS if _begins(found.values(), way["model.layers."]))
+    if not (is_nested or _begins(found.values(), "model.layers.")) and (way := next(ways, None)):
         found = {name: Nesting(names=way).to_text(text) or text for name, text in found.items()}
     ours: dict[str, str] = {}
     for name, text in found.items():
@@ -136,7 +123,8 @@ def _begins(texts: Iterable[str], with_this: str) -> bool:
 
 def find_rows(hub: Hub, config: ModelConfig, nesting: Nesting, tensors: Mapping[str, StoredTensor]) -> Hub:
     """Return a family's mapping with the rows that a folder of these tensors has."""
-    examples = {_pattern(text): name for name in tensors if (text := nesting.to_text(name)) is not None}
+    texts = ((nesting.to_text(name), name) for name in tensors)
+    examples = {re.sub(r"\.\d+(?=\.)", ".{}", text): name for text, name in texts if text is not None}
     sizes = {"E": config.experts, "d": config.embed, "I": config.expert_mlp, "2I": 2 * config.expert_mlp}
     kind = hub.type_of(config)
     found = hub.types[kind].rows
@@ -150,11 +138,6 @@ def find_rows(hub: Hub, config: ModelConfig, nesting: Nesting, tensors: Mapping[
         if all(there) and all(tensors[a[0]].shape == b for a, b in zip(there, wanted, strict=False)):
             found = (*(row for row in found if row not in usual), *form.rows)
     return dataclasses.replace(hub, types={**hub.types, kind: dataclasses.replace(hub.types[kind], rows=found)})
-
-
-def _pattern(name: str) -> str:
-    """Return the name without its numbers, as rows have it."""
-    return re.sub(r"\.\d+(?=\.)", ".{}", name)
 
 
 def _examples(row: str, examples: Mapping[str, str]) -> list[str]:

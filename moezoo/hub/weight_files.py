@@ -25,8 +25,7 @@ _OTHERS = {
     ".safetensors": f"download {INDEX} or {SINGLE} too",
     ".gguf": f"convert it with transformers: {_SAVE}(FOLDER, gguf_file=NAME).save_pretrained(NEW)",
     ".bin": f"convert it with transformers: {_SAVE}(FOLDER).save_pretrained(NEW)",
-    ".pt": f"convert it: safetensors.torch.save_file(torch.load(NAME, weights_only=True), '{SINGLE}')",
-    ".pth": f"convert it: safetensors.torch.save_file(torch.load(NAME, weights_only=True), '{SINGLE}')",
+    (".pt", ".pth"): f"convert it: safetensors.torch.save_file(torch.load(NAME, weights_only=True), '{SINGLE}')",
 }
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
