@@ -20,8 +20,8 @@ from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
-from moezoo.hub.nested import FREQUENCIES, NESTED, TEXT, TIED, Nesting, find_nesting, text_config
-from moezoo.hub.other_names import check_frequencies, describe_names, find_names, find_rows
+from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
+from moezoo.hub.other_names import describe_names, find_names, find_rows
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
@@ -212,7 +212,6 @@ def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holdi
     unused = _check_names(opened, {name for holding in holdings for name in holding.names})
     for holding in holdings:
         holding.check()
-    check_frequencies(opened.files, unused.get(FREQUENCIES, ()), shapes)
     return holdings, unused
 
 
