@@ -24,7 +24,7 @@ def check_line(message: str, *parts: str) -> None:
     """
     first, *others = " ... ".join(parts).split(" ... ")
     end = len(first)
-    assert "\n" not in message
+    assert message.isprintable(), message
     assert message.startswith(first), message
     for part in others:
         assert part in message[end:], (part, message)
