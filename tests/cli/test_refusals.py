@@ -54,8 +54,10 @@ def here(tmp_path_factory):
     for name, content in FILES.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(content)
-    sizes = {"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "expert_mlp": 8, "max_length": 64}
-    shapes = Blueprint(MixtralConfig(vocab=40, z_loss=0.0, **sizes)).shapes
+    config = MixtralConfig(
+        vocab=40, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, expert_mlp=8, max_length=64, z_loss=0.0
+    )
+    shapes = Blueprint(config).shapes
     for name in ("model", "chats"):
         moezoo.save_pretrained(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes), path / name)
     Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0")).save(f"{path}/chats/tokenizer.json")
