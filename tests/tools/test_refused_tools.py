@@ -80,9 +80,9 @@ def _runs():
     sweep seed=0,1 resume=x => resume=x ... sweep_dir=
     sweep seed=0,1 distributed=auto => distributed=auto ... only=
     sweep seed=0,1 sed=3 => sed: there is no key
-    sweep seed=0,1 optimizer.learning_rate=1,fast => optimizer.learning_rate=fast ... run 2
+    sweep steps=0 seed=0,1 optimizer.learning_rate=1,fast => optimizer.learning_rate=fast ... run 2
     sweep mesh=ep8,ep9 => mesh=ep9: no such mesh
-    sweep mesh=single,ep8 model.experts=6 => mesh.expert=8 ... run 1
+    sweep steps=0 mesh=single,ep8 model.experts=6 => mesh.expert=8 ... run 1
     sweep seed=0,1 only=2 sweep_dir=x => only=2 ... 0 to 1
     sweep seed=0,1 only=-1 => only=-1 ... at least 0
     sweep seed=0,1 only=1 => only=1 ... sweep_dir
