@@ -12,6 +12,7 @@ import pytest
 from contexts import context_of
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
+from programs import count_collectives
 
 from moezoo import Execution, Rules
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Dispatch, Ragged, Ring
@@ -22,7 +23,7 @@ from moezoo.nn.mlp import MLP
 from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
-from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.traces import equations
 from moezoo.parallel.weight_mover import WeightMover
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 5
