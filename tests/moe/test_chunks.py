@@ -15,7 +15,6 @@ from meshes import auto_mesh
 from programs import count_collectives
 
 from moezoo import Execution, Rules
-from moezoo.errors import UserError
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Dispatch, Ragged, Ring
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -169,9 +168,3 @@ def test_what_runs_between_sending_and_results(name):
     # The first results wait for the shared MLP and for the second chunk, the second ones for the shared MLP.
     waits = [("optimization_barrier", 3), back, ("optimization_barrier", 2), back]
     assert order == [*sent, *["shared"] * 3, *sent, *waits]
-
-
-@pytest.mark.parametrize("chunks", [0, -1])
-def test_no_chunk_is_refused(chunks):
-    with pytest.raises(UserError, match=f"^dispatch.chunks={chunks} must be at least 1$"):
-        Ring(chunks=chunks)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt  # rich brings it
+from refusals import by_table
 from tokenizers_of_kinds import KINDS, with_start
 from training_runs import steps_only
 
@@ -176,24 +177,21 @@ def test_a_large_model_has_a_small_page():
     assert page.count("50.000%") == layers
 
 
-REFUSED = {
-    "": "name one model: run_dir=FOLDER of a run, or folder=FOLDER",
-    "run_dir=a folder=b": "run_dir=a and folder=b name two models; leave one of them out",
-    "run_dir={run} against=seq_len=8": "against=seq_len=8: seq_len=8 is no way to run the model; give keys of mesh,",
-    "run_dir={run} against=execution.param_dtype=bfloat16": "execution.param_dtype=bfloat16 is no way to run",
-    "run_dir={run} against=execution.dtyp=bfloat16": "did you mean 'dtype'?",
-    "run_dir={run} against=mesh='ep8": "a quote is not closed",
-    "run_dir={run} top=-1": "top=-1 must be at least 0",
-    "run_dir={run} out={run}/config.yaml": "out={run}/config.yaml: cannot write there (File exists); name another",
-    "run_dir={run} out={run}/config.yaml/x": "cannot write there (Not a directory); name another folder",
-    "run_dir={run} other=nowhere": "other=nowhere: ",
-    "run_dir={run} model.layers=3": "model.layers=3: the model is that of run_dir={run}; leave this out",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_refuses_in_one_line(run, console, arguments):
-    code, out, err = console("routing", *arguments.format(run=run).split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ")
-    assert REFUSED[arguments].format(run=run) in err
+@by_table(
+    """
+    words => line
+    => name one model: run_dir=FOLDER of a run, or folder=FOLDER
+    run_dir=a folder=b => run_dir=a and folder=b name two models; leave one of them out
+    RUN against=seq_len=8 => against=seq_len=8: seq_len=8 is no way to run the model; give keys of mesh,
+    RUN against=execution.param_dtype=bfloat16 => against= ... execution.param_dtype=bfloat16 is no way to run
+    RUN against=execution.dtyp=bfloat16 => execution.dtyp: ... did you mean 'dtype'?
+    RUN against=mesh="'ep8" => against=mesh='ep8: a quote is not closed
+    RUN top=-1 => top=-1 must be at least 0
+    RUN out=/dev/null => out=/dev/null: cannot write there (File exists); name another
+    RUN out=/dev/null/x => out=/dev/null/x: cannot write there (Not a directory); name another folder
+    RUN other=nowhere => other=nowhere:
+    RUN model.layers=3 => model.layers=3: the model is that of RUN; leave this out
+    """
+)
+def test_mistakes(run, refuses, words, line):
+    refuses(*(each.replace("RUN", f"run_dir={run}") for each in (f"routing {words}", line)))
