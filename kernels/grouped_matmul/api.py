@@ -53,7 +53,7 @@ def _nvidia(chip: str, name: str, gpu: Target | None = None) -> Any:
 
 def _tensor_cores(chip: str, capability: str) -> Backend:
     names = ("multiply", "outer", "gated", "routed_mlp")
-    # Kernels must not be traced for other chips: for some of these the compiler aborts the process.
+    # Kernels must not be traced for other chips: for some chips the compiler aborts the process.
     runs_on = lambda target: target == Target("cuda", capability)  # noqa: E731
     with_tiles = lambda one, gpu: one._replace(**{name: _nvidia(chip, name, gpu) for name in names})  # noqa: E731
     kernels = {name: _nvidia(chip, name) for name in names}
@@ -61,7 +61,7 @@ def _tensor_cores(chip: str, capability: str) -> Backend:
 
 
 def _persistent(gpu: Target | None = None) -> Any:
-    """Return the product of programs that stay, imported as `_nvidia` does."""
+    """Return `multiply` by programs that compute one tile after another, imported as `_nvidia` does."""
 
     def multiply(*operands: Any, **options: Any) -> Any:
         from moezoo.kernels.grouped_matmul import persistent
@@ -156,7 +156,7 @@ def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLik
 
 def _choose(implementation: str | KernelOrder | None, dtype: DTypeLike, *weights: Any) -> ChosenBackends:
     runs_on = {name: functools.partial(lambda backend, at: backend.takes(at, dtype), b) for name, b in BACKENDS.items()}
-    # The other backends need the stack of all matrices, of which a `Frozen` holds a half or a fourth of the bytes.
+    # The other backends need the array of all matrices, which has two to four times the bytes of a `Frozen`.
     is_frozen = lambda x: isinstance(x, Frozen)  # noqa: E731
     by_one = any(map(is_frozen, jax.tree.leaves(weights, is_leaf=is_frozen)))
     own = (lambda _: ("blocked",)) if by_one else _own_order
@@ -184,7 +184,7 @@ def grouped_matmul(
     | backend | runs on | work |
     |---|---|---|
     | `hopper` | NVIDIA GPUs of compute capability 9.0, in bfloat16; the default there | the rows in groups |
-    | `hopper_persistent` | as `hopper`, by name only: another product for each row | the rows in groups |
+    | `hopper_persistent` | as `hopper`, by name only: a program computes several tiles | the rows in groups |
     | `blackwell` | NVIDIA GPUs of compute capability 10.0, in bfloat16; the default there | the rows in groups |
     | `blocked` | everything; the default except there and on TPUs | the rows in groups |
     | `ragged_dot` | everything; the default on TPUs: one kernel of XLA | `groups` times as much except on TPUs |
@@ -379,6 +379,7 @@ def _product(chosen, rows, weights, group_sizes):
 
 
 def _multiply(contract: Literal[1, 2], chosen: Chosen) -> Callable[..., Array]:
+    """Return the product that sums over dimension `contract` of the weights: 1 forward, 2 for the gradient of rows."""
     one = _backend(chosen)
     return lambda rows, weights, sizes: one.multiply(
         rows, weights if one.in_stack else materialise(weights, rows.dtype), sizes, contract
@@ -389,6 +390,7 @@ def _backward(chosen, residuals, cotangent):
     rows, weights, group_sizes = residuals
     outer = lambda one: functools.partial(_backend(one).outer, dtype=weights.dtype)  # noqa: E731
     by_rows = run(chosen, functools.partial(_multiply, 2), cotangent, weights, group_sizes)
+    # A `Widened` stands for weights of few bits, which are never trained.
     by_weights = None if isinstance(weights, Widened) else run(chosen, outer, rows, cotangent, group_sizes)
     return by_rows, by_weights, None
 

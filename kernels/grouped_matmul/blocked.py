@@ -26,9 +26,10 @@ BLOCKS = (256, 128, 32)
 
 
 class Blocks(NamedTuple):
-    """Rows per block: of products, as `BLOCKS`, and of experts as one, as `moezoo.kernels.grouped_matmul.routed.SIZES`.
+    """Rows per block, sorted, the largest first.
 
-    Both are sorted, the largest first.
+    - `products`: of a product alone, as `BLOCKS`;
+    - `experts`: of a whole MLP of an expert in one loop, as `moezoo.kernels.grouped_matmul.routed.SIZES`.
     """
 
     products: tuple[int, ...]
@@ -36,7 +37,8 @@ class Blocks(NamedTuple):
 
 
 # A step of a loop costs a GPU some launches, so there are few of them: a block is large, and only few sizes are tried.
-# 512 rows times 2,048 columns are 64 tiles of 128 x 128 numbers for about 110 to 150 multiprocessors. Not measured.
+# Even 512 rows times 2,048 columns, 64 tiles of 128 x 128 numbers, do not occupy all multiprocessors (110 to 150 of
+# them). Not measured.
 ON_GPUS = Blocks((512, 128), (512, 128))
 
 Mask = Bool[Array, "block 1"] | None
@@ -86,7 +88,10 @@ def _on_full_blocks(start: Int[Array, ""], block: int, step: Step) -> Callable[[
 def _window(
     first: Int[Array, ""], stop: Int[Array, ""], rows: int, block: int
 ) -> tuple[Int[Array, ""], Bool[Array, "block 1"]]:
-    """Return the first row of a block moved back to end within `rows`, and which rows are in [first, stop)."""
+    """Return the first row of a block and which of its rows are in [first, stop).
+
+    A block that would end beyond `rows` begins earlier.
+    """
     window = jnp.minimum(first, rows - block)
     row = window + lax.iota(window.dtype, block)
     return window, ((row >= first) & (row < stop))[:, None]
@@ -111,7 +116,10 @@ def multiply(
     contract: Literal[1, 2],
     blocks: tuple[int, ...] | None = None,
 ) -> Float[Array, "rows b"]:
-    """Multiply group after group, skipping those without rows; in `BLOCKS` unless `blocks` are given."""
+    """Multiply group after group, skipping those without rows; in `BLOCKS` unless `blocks` are given.
+
+    The sum is over dimension `contract` of the weights [groups, 1, 2].
+    """
 
     def group(g: Int[Array, ""], start: Int[Array, ""], stop: Int[Array, ""], result: Array) -> Array:
         weight = matrix_of(weights, g)
@@ -138,7 +146,7 @@ def outer(
 ) -> GroupMatrices:
     """Sum over a group's blocks in float32 and write the sum once; zero for groups without rows.
 
-    The rows that do not fill a largest block come first, in one product, so a small group needs no sum.
+    The sum begins with the product of the rows that do not fill a largest block, so a small group has no other.
     """
     ends = jnp.cumsum(group_sizes)
     total, largest = rows.shape[0], min((blocks or BLOCKS)[0], rows.shape[0])

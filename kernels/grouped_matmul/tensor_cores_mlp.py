@@ -1,9 +1,9 @@
 """`routed_mlp` by the kernels for NVIDIA's tensor cores: rows are gathered, multiplied, activated and multiplied, and
 the results summed per token.
 
-The backward pass has one rule for all of it, for two reasons. Rows are gathered again, so that none are kept: what is
-kept are the tokens, and the two products of each row or nothing (`keep`). And the gradient of a gate is the product of
-the activations and (cotangent x down), which the backward pass computes anyway, so no expert's result is kept either.
+All of it has one `custom_vjp`, which keeps less than rules for each part would. Rows are gathered again: kept are the
+tokens, and the two products of each row or nothing (`keep`). And the gradient of a gate is, for its row, the inner
+product of the activations and (cotangent x down), which the backward pass computes anyway: no expert's result is kept.
 """
 
 import functools
@@ -33,7 +33,7 @@ def routed_mlp(
     keep: Keep,
 ) -> Float[Array, "tokens embed"]:
     """Run gather, kernels and sum one after the other."""
-    del keep  # nothing is kept without a backward pass
+    del keep  # without a backward pass no product is kept, as with "inputs"
     return _forward(chip, tokens, gates, plan, weights, activation, "inputs")[0]
 
 
@@ -44,9 +44,9 @@ def _forward(chip, tokens, gates, plan, weights, activation, keep):
 
 
 def _backward(chip: Chip, activation: Activation, keep: Keep, residuals: Any, cotangent: Array) -> tuple:
-    del keep
+    del keep  # the residuals say what was kept
     tokens, gates, plan, weights, kept = residuals
-    plan = jax.tree.map(jnp.asarray, plan)  # numbers that are known when a program is traced are no arrays here
+    plan = jax.tree.map(jnp.asarray, plan)  # a plan that is known when the program is traced has NumPy arrays
     sizes, rows, back = plan.group_sizes, permute(tokens, plan), permute(cotangent, plan)
     both = kept or products(chip, rows, weights, sizes)
     inner, pull = jax.vjp(lambda *both: activate(both, sizes, activation), *both)

@@ -34,8 +34,8 @@ def train_batches(
         seed: The seed of the order.
         rows: The rows of each batch to read and return; None for all.
         start: The number of batches to skip, without reading them.
-        places: The places of a stream behind the batches to skip, one for each of its readers: what `Batches.places`
-            had there; None for the beginning, and for other data.
+        places: Where the readers of a stream go on after the batches to skip, as `Batches.places` returned it then;
+            None to begin, and for data that are no stream.
 
     Raises:
         UserError: `batch_size` is below 1.
@@ -48,7 +48,7 @@ def train_batches(
 class ValidationBatches(Iterator[Batch], Sized):
     """The validation rows of a source as batches, in order; `len` is the number of batches.
 
-    `rows` is the number of rows in them, padding apart, of `all_rows` that the source has.
+    `all_rows` is the number of validation rows that the source has, `rows` how many of them all batches have together.
     """
 
     def __init__(self, source: Source, rows: Rows, indices: Integer[np.ndarray, "batches batch"], chosen: int):
@@ -63,7 +63,7 @@ class ValidationBatches(Iterator[Batch], Sized):
         return next(self._batches)
 
     def read(self, first: int, rows: int) -> Batch:
-        """Return `rows` rows from number `first` on, counted over all batches."""
+        """Return `rows` rows from number `first` on, counted over the rows of these batches."""
         return self._read(self._indices.reshape(-1)[first : first + rows])
 
 
@@ -92,7 +92,7 @@ def validation_batches(
     _check(batch_size)
     held_out = source.rows(source.validation, seq_len)
     indices = held_out.choose(limit)
-    # A row with this index or a later one holds no token at all, so it is a row of padding.
+    # The row after the last may hold a part of the documents that fills no row; those behind it are padding alone.
     beyond = np.full(-len(indices) % batch_size, len(held_out) + 1)
     grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
     return ValidationBatches(source, held_out, grouped if rows is None else grouped[:, rows], len(indices))

@@ -253,6 +253,11 @@ class DataSet(FileSettings):
         where = {"path": str(self._folder)} if found is None else {"path": found["name"], "revision": found["revision"]}
         return {**where, "name": self.subset, "data_files": files or None}
 
+    def columns(self, rows: Any, shown: str) -> list[str]:
+        """Return the names of the columns; a stream may know them from its first row alone."""
+        with self.library(shown):
+            return rows.column_names or [*next(iter(rows), {})]
+
     @contextlib.contextmanager
     def library(self, shown: str) -> Iterator[Any]:
         """Yield the library, quiet, and without the network unless that is asked for; its errors become `UserError`."""
@@ -343,8 +348,7 @@ class Hf(DataSet):
         return self.read_rows(found)
 
     def select(self, rows: Any, shown: str) -> Any:
-        with self.library(shown):
-            names = rows.column_names or [*next(iter(rows), {})]
+        names = self.columns(rows, shown)
         if self.field not in names:
             near = nearest(self.field, names) if names else "there is none"
             raise UserError(f"{shown} has no column {show(self.field)}; {near}; set data.field")
@@ -385,8 +389,7 @@ class HfChat(Chat, DataSet):
         return self._of_one_form(self.read_rows(found), seen)
 
     def select(self, rows: Any, shown: str) -> Any:
-        chosen = self._choose(rows.column_names or [*rows.features])
-        return rows.select_columns(chosen)
+        return rows.select_columns(self._choose(self.columns(rows, shown)))
 
     def convert(self, batch: Mapping[str, list[Any]], shown: str, number: int) -> Iterator[Document]:
         for place, values in enumerate(zip(*batch.values(), strict=True), number):

@@ -1,4 +1,4 @@
-"""The nearest matrix with orthonormal rows, approximately, by matrix products alone.
+"""The nearest matrix with orthonormal rows, approximately, by matrix products alone: Newton-Schulz iteration.
 
 Five steps of an odd polynomial drive every singular value of X towards 1:
 
@@ -23,7 +23,8 @@ _EPSILON = 1e-7
 def orthogonalise(x: Float[Array, "matrices rows columns"]) -> Float[Array, "matrices rows columns"]:
     """Return the orthogonalised matrices, in the dtype of `x`; a matrix of zeros stays zero.
 
-    Products are computed in this dtype, norms in float32. Rows should not outnumber columns: A is rows x rows.
+    Products are computed in this dtype, norms in float32. With fewer rows than columns it is faster than
+    with their transpose: A is rows x rows.
     """
     # On a TPU the default precision of float32 products is that of bfloat16.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

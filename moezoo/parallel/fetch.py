@@ -17,7 +17,7 @@ from moezoo.parallel.collectives import MeshAxes, gather, psum
 def is_here(array: Any) -> bool:
     """Return whether every process that uses `array` can read it without the others.
 
-    Several processes must agree on it, because otherwise they all take part in reading.
+    The answer is the same on all of them: where it is False, reading takes collectives, in which all take part.
     """
     return not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated
 
@@ -26,8 +26,8 @@ def fetch(array: Any, index: tuple[int, ...], process: int) -> np.ndarray | None
     """Return `array[index]` on the host of `process`, and None in the others.
 
     No more than this part is moved. If the array lies on devices of several processes, all of them must make the same
-    calls in the same order: the part becomes whole on every device for a moment, by one psum over the mesh axes that
-    split an indexed dimension, and one all-gather per other dimension that is split.
+    calls in the same order. The part becomes whole on every device for a moment: by one psum over all mesh axes that
+    split indexed dimensions, and by one all-gather for each other dimension that is split.
 
     Args:
         array: An array of JAX or NumPy, or anything that is indexed like one.
@@ -59,6 +59,7 @@ def _read(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     whole = np.empty(array.shape[len(index) :], array.dtype)
     for shard in array.addressable_shards:
         starts = [span.start or 0 for span in shard.index]
+        # `index` has fewer dimensions than the array.
         own = tuple(number - start for number, start in zip(index, starts, strict=False))
         if shard.replica_id == 0 and all(0 <= i < size for i, size in zip(own, shard.data.shape, strict=False)):
             whole[shard.index[len(index) :]] = _read_block(shard.data, own)

@@ -15,7 +15,7 @@ _LEVELS, _PLAIN_LEVELS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"  # loads from 
 
 
 class LiveView(Writer):
-    """Rows as rich draws them, at the width of the terminal, without characters that it lacks.
+    """What rich draws of logged rows, as wide as the terminal and with characters that the terminal has.
 
     `layers`: the numbers of the layers with experts.
     """
@@ -76,7 +76,7 @@ def curve(points: Sequence[tuple[int, float]], width: int, *, plain: bool) -> li
     """
     steps, values = np.array(points, float).T
     names = [f"{values.max():.3f}", f"{values.min():.3f}"]
-    edge, room = max(map(len, names)) + 2, 1 if plain else 2
+    edge, room = max(map(len, names)) + 2, 1 if plain else 2  # columns of labels; dots in a column
     across, down = max(width - edge, 1) * room, _HEIGHT * (1 if plain else 4)
     column = np.round((steps - steps[0]) / (steps[-1] - steps[0]) * (across - 1)).astype(int)
     at = np.unique(column)
@@ -98,7 +98,7 @@ def load_lines(load: np.ndarray, layers: Sequence[int], width: int, *, plain: bo
     """Draw the load of the experts of each layer: the mean in the middle, at the top twice the mean or more.
 
     `layers` are the numbers of the layers. Where there are more experts than columns, a column shows the most loaded of
-    several. Of many layers, those that are farthest from balance are drawn.
+    several. Of many layers, those with the largest load of an expert are drawn.
     """
     levels = _PLAIN_LEVELS if plain else _LEVELS
     relative = load * load.shape[1] / np.maximum(load.sum(1, keepdims=True), 1)
