@@ -8,14 +8,30 @@ Arrays are followed in the order of the program, from the equation that makes th
   what reads it, and do it again for another reader. It is one where an operation of the first kind reads it, or where
   it takes the place of two arrays of its size.
 - A transposed array is the same one, except where a kernel or a collective reads it: these read one order only.
-- Elementwise work writes in place of an operand that ends there; so do an update of a part, and a loop what it carries.
-- The weights that are gathered together stay until the last of them is used: one collective brings all.
-- A gradient of weights is cast and turned for its sum over devices where it is made: the sum runs beside later work.
+- Elementwise work writes in place of an operand of as many bytes that ends there; so do an update of a part, and a loop
+  what it carries.
 - The part that an iteration reads of a larger array is an array, from the beginning of the iteration, where an
   operation of the first kind reads it.
 - A loop holds what it reads, its results, and the widest point of its body.
 
-The order of a compiler may differ. docs/planning.md has how far the result is from what compilers have in use.
+Each backend has rules of its own. In parentheses is a step of docs/planning.md whose compiled program shows it, with
+instructions of that program:
+
+- A CPU keeps the weights that are gathered together until the last of them is used, and makes copies of their gradients
+  where these are made (`tests/parity/test_memory.py`).
+- A GPU joins gathers with what reads them (qwen3_30b_a3b: loop_convert_fusion.5 sums rows that are no arrays).
+- A GPU sums the gradients of weights in the next iteration: those of the layer before are there while new ones are
+  made (mixtral_8x7b on h200: copy.291 of loop_peel_param, and copy.312).
+- A TPU makes a gradient of weights, which nothing else in the iteration reads, and its sum at once if that frees more
+  than it makes (mixtral_8x7b: ragged-dot-none.8 before ragged-dot-none.3), and else last (olmoe_1b_7b with Muon:
+  all-reduce.30). Where tokens are exchanged it is always last (deepseek_v2_lite with capacity: after all_to_all.145).
+- A TPU makes elementwise results of the same arrays together (gpt_oss_20b: multiply_select_fusion.5 of four products),
+  and waits with one after which no array ends until one does (mixtral_8x7b: fusion.520 comes first).
+- A TPU keeps a product that is made again and sent back until the gradients of rows are made, and casts all together
+  (deepseek_v3: select_convert_fusion.13 of ragged-dot-none.3 to .5).
+
+Otherwise the order of a compiler may differ. docs/planning.md has how far the result is from what compilers have in
+use.
 """
 
 import itertools
@@ -47,7 +63,6 @@ _REDUCTIONS = frozenset(
 )
 _LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 _KERNELS = frozenset(("pallas_call", "mosaic_gpu", "ffi_call", "core_map"))
-_SUMS = frozenset(("psum", "reduce_scatter"))
 
 
 class Held(NamedTuple):
@@ -70,11 +85,18 @@ class _Step(NamedTuple):
     scope: str
     body: int
     places: Mapping[int, int]
+    platform: str
 
     @property
     def joins(self) -> bool:
         """Whether a compiler joins the operation with what it reads."""
-        return self.name in _ELEMENTWISE or self.name in SAME or self.name in _REDUCTIONS
+        gathers = self.platform == "cuda" and self.name == "gather"
+        return gathers or self.name in _ELEMENTWISE or self.name in SAME or self.name in _REDUCTIONS
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it sends tokens to other devices."""
+        return COLLECTIVES.get(self.name, "").endswith("all_to_all")
 
     @property
     def turns(self) -> bool:
@@ -112,6 +134,8 @@ class _Body:
         self.results = {x for x in results[:carried] if x is not None}
         self.stacked = {x for x in results[carried:] if x is not None} - self.results
         self._drop_unused()
+        if platform == "tpu":
+            self._reorder()
         self.maker = {x: step for step in self.steps for x in step.makes}
         self.names = dict.fromkeys(self.slices, "parts of larger arrays")
 
@@ -149,7 +173,7 @@ class _Body:
                 if y is not None
             }
             body = widest(each, self.platform).bytes if kind in _LOOPS else 0
-            self.steps.append(_Step(kind, each, reads, tuple(makes.values()), scope, body, places))
+            self.steps.append(_Step(kind, each, reads, tuple(makes.values()), scope, body, places, self.platform))
 
     def _drop_unused(self) -> None:
         used, kept = self.results | self.stacked, list[_Step]()
@@ -170,9 +194,12 @@ class _Body:
         held, now, most = set[int](), 0, Held(0, {})
         for number, step in enumerate(self.steps):
             if step.joins:  # in place of what ends here
-                gone = held & set(ends[number])
-                held -= gone
-                now -= sum(self.bytes[x] for x in gone)
+                sizes = [self.bytes[x] for x in starts[number]]
+                for x in held & set(ends[number]):
+                    if self.bytes[x] in sizes:
+                        sizes.remove(self.bytes[x])
+                        held.remove(x)
+                        now -= self.bytes[x]
             held.update(starts[number])
             now += sum(self.bytes[x] for x in starts[number])
             if now + step.body > most.bytes:
@@ -222,8 +249,13 @@ class _Body:
                     of[x] = read
         for x in self.results:
             last |= dict.fromkeys(of.get(x, ()), len(self.steps))
-        self._sums_of_gradients(of, made)
-        self._weights(of, made, last)
+        if self.platform == "tpu":
+            self._delay(own, of, made, last)
+            self._keep_sent(last)
+        else:
+            self._keep_gradients(of, made, last)
+        if self.platform == "cpu":
+            self._weights(of, made, last)
         return made, last
 
     def _read_as_arrays(self) -> tuple[set[int], set[int]]:
@@ -244,13 +276,89 @@ class _Body:
                         strict.update(step.reads)
         return own, turned
 
-    def _sums_of_gradients(self, of: Mapping[int, frozenset[int]], made: dict[int, int]) -> None:
-        """Make what is summed over devices where the gradient is made that it is a copy of."""
+    def _reorder(self) -> None:
+        """Make the gradients of weights, and what only they need, when a TPU does."""
+        readers = defaultdict[int, list[int]](list)
+        for number, step in enumerate(self.steps):
+            for x in set(step.reads):
+                readers[x].append(number)
+        apart = set[int]()  # steps that nothing but such steps read
+        for number, step in reversed(list(enumerate(self.steps))):
+            if not self.results & set(step.makes) and all(apart.issuperset(readers[x]) for x in step.makes):
+                apart.add(number)
+        maker = {x: number for number, step in enumerate(self.steps) for x in step.makes}
+        place, begun = dict[int, int](), set[int]()
+        for number, step in enumerate(self.steps):
+            place[number] = number
+            if number in apart:
+                before = [maker[x] for x in step.reads if x in maker]
+                place[number] = max((place[x] for x in before), default=-1)
+                first = not step.joins and not begun.intersection(before)
+                if first and not self._frees(number, place[number], readers):
+                    place[number] = len(self.steps)
+                if first or begun.intersection(before):
+                    begun.add(number)
+        order = sorted((at, number in apart, number) for number, at in place.items())
+        self.steps = [self.steps[number] for *_, number in order]
+
+    def _frees(self, number: int, ready: int, readers: Mapping[int, list[int]]) -> bool:
+        """Return whether a step frees more than it makes if it runs as soon as all that it reads is there."""
+        step = self.steps[number]
+        ends = (x for x in set(step.reads) if all(each <= ready for each in readers[x] if each != number))
+        freed, made = (sum(self.bytes[x] for x in found) for found in (ends, step.makes))
+        return freed >= made and not any(each.exchanges for each in self.steps)
+
+    def _delay(
+        self, own: set[int], of: Mapping[int, frozenset[int]], made: dict[int, int], last: dict[int, int]
+    ) -> None:
+        """Make elementwise results when a TPU does. `own`: what has to be an array."""
+        readers = defaultdict[int, list[int]](list)
+        for number, step in enumerate(self.steps):
+            for x in {y for value in step.reads for y in of.get(value, ())}:
+                readers[x].append(number)
+        fixed = self.given | self.results | self.stacked
+        joined = [x for x in made if x not in fixed and self.maker[x].joins and self.maker[x].name not in _REDUCTIONS]
+        sources = {x: {y for value in self.maker[x].reads for y in of.get(value, ())} & made.keys() for x in joined}
+        for x in sorted(joined, key=own.__contains__):
+            later, then = [each for each in readers[x] if each > made[x]], made[x]
+            if x not in own:  # with the first array that is made of it; it is none if that is the only one
+                later = [n for n in later if made.keys() & set(self.steps[n].makes) or not self.steps[n].joins]
+                then = later[0] if later else then
+            elif sources[x] and later and all(last[y] > then for y in sources[x]):
+                ends = min(last[y] for y in sources[x]) + 1
+                then = ends if ends <= later[0] else then
+            if then > made[x]:
+                made[x] = then
+                last |= {y: max(last[y], then) for y in sources[x]}
+                if x not in own and len(later) == 1:
+                    del made[x]
+
+    def _keep_sent(self, last: dict[int, int]) -> None:
+        """Keep a product that is sent to other devices until what is sent last: a TPU casts both together."""
+        sent = [number for number, step in enumerate(self.steps) if step.exchanges]
+        for number in sent[:-1]:
+            step = self.steps[number]
+            while step is not None and (step.joins or step.exchanges or step.name == "gather"):
+                read = [x for x in step.reads if x in self.maker]
+                step = self.maker[max(read, key=lambda x: (self.bytes[x], -x))] if read else None
+            if step is not None and step.scope.partition("/")[0] == self.steps[number].scope.partition("/")[0]:
+                last |= dict.fromkeys(step.makes, sent[-1])
+
+    def _keep_gradients(self, of: Mapping[int, frozenset[int]], made: dict[int, int], last: dict[int, int]) -> None:
+        """Make what is summed over devices where the gradient is made that it is a copy of.
+
+        On a GPU it stays until the next iteration, beside that of the layer before.
+        """
         for step in self.steps:
-            if COLLECTIVES.get(step.name) in _SUMS and step.scope.endswith("weights"):
+            kind = COLLECTIVES.get(step.name)
+            if kind in ("psum", "reduce_scatter") and step.scope.endswith("weights"):
                 for x in {x for value in step.reads for x in of[value]}:
                     copies = list(self._copies(x, of, made))
-                    made |= dict.fromkeys(copies, made[copies[-1]] if copies else 0)
+                    first = made[copies[-1]] if copies else 0
+                    made |= dict.fromkeys(copies, first)
+                    if kind == "reduce_scatter" and self.platform == "cuda" and copies:
+                        last |= {**dict.fromkeys(copies, first), x: len(self.steps)}
+                        self.bytes[x] *= 2
                     self.names |= dict.fromkeys(copies, "gradients of weights")
 
     def _weights(self, of: Mapping[int, frozenset[int]], made: Mapping[int, int], last: dict[int, int]) -> None:

@@ -8,6 +8,7 @@ bytes. docs/planning.md lists the terms, and how far they are from what compiler
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -20,6 +21,7 @@ from moezoo.parallel.kernels import Target
 from moezoo.parallel.liveness import Held
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.parallel.placement import Placement
 from moezoo.training.loss import BYTES_PER_LOGIT, chunk_rows
 from moezoo.training.step import Step
 
@@ -82,10 +84,11 @@ def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Foo
     """
     execution, model, mask, held = step.execution, step.blueprint.shapes, step.blueprint.mask, step.memory
     own, steps = execution.micro_batches // execution.stages, len(step.arguments[1].tokens) // execution.micro_batches
-    tokens, arguments, gradients = _tokens(step), _arguments(step), Term("gradients", held["gradients"])
+    tokens, arguments = _tokens(step), _arguments(step)
     # Over several micro-steps their sum is there too.
     total = Term("sum of gradients over micro-steps", held["gradients"] * (steps > 1))
     always = (*arguments, total, Term("parameters as loops read them", hoisted_bytes(model, execution)))
+    beside = _gradients_beside_layers(step, steps)
     saved, parts = _parts_backward(step, traced)
     vocab = model.vocab // execution.inner_group("vocab").size
     readout = weights_of(model.readout, mask.readout, execution)
@@ -109,9 +112,31 @@ def step_footprint(step: Step, traced: "jax.stages.Traced | None" = None) -> Foo
         passes = Term("gradient of the residual stream", stream(tokens, model.config.embed, execution))
         held = (Term(what, size) for what, size in part.held.parts.items())
         name = f"backward pass of {part.name}"
-        moments.append(moment_of(name, *always, gradients, before, passes, *held, *part.more))
+        moments.append(moment_of(name, *always, *beside, before, passes, *held, *part.more))
     moments.append(_update(step))
     return Footprint(sum(term.bytes for term in arguments), tuple(moments))
+
+
+def _gradients_beside_layers(step: Step, steps: int) -> tuple[Term, ...]:
+    """Return the gradients that are there while layers run backward.
+
+    That of the unembedding is whole until the update, in which compilers sum it over devices. Where experts are on
+    several devices a TPU sums it at once (deepseek_v3: all-reduce.144; mixtral_8x7b: while.294 stays). That of the
+    embedding is made later, but a GPU makes its zeros first in a loop over micro-steps (deepseek_v2_lite on h200:
+    loop_broadcast_fusion).
+    """
+    model, mask, execution = step.blueprint.shapes, step.blueprint.mask, step.execution
+    stacks = local_bytes(*(eqx.filter(each.stacks, mask.stacks) for each in (model, step.placements.model)))
+    readout = weights_of(model.readout, mask.readout, execution)
+    platform, zeros = _target(execution).platform, 0
+    if platform == "cuda" and steps > 1:
+        zeros = weights_of(model.embedding, mask.embedding, execution).gradients
+    whole = readout.summed if platform == "tpu" and execution.ways(("expert",)) > 1 else readout.gradients
+    return (
+        Term("gradients", stacks),
+        Term("gradient of the unembedding", whole),
+        Term("gradient of the embedding", zeros),
+    )
 
 
 def least_bytes(step: Step) -> int:
@@ -201,15 +226,22 @@ def _layer_memories(step: Step, traced: "jax.stages.Traced | None") -> list[Laye
 
 
 def _updates(step: Step) -> int:
-    """Return the bytes of updates that are not elementwise, which are made for all layers before one is applied."""
+    """Return the bytes of updates that are arrays.
+
+    Those that are not elementwise are made for all layers before one is applied. A GPU makes others of one parameter at
+    a time if they are wider than it (mixtral_8x7b with execution.param_dtype=bfloat16: loop_select_subtract_fusion.2).
+    """
     multiplied = {path for work in step.update_work if work.flops for path in work.paths}
-    leaves = jax.tree_util.tree_leaves_with_path(step.blueprint.shapes)
-    placements = jax.tree.leaves(step.placements.model)
-    return sum(
-        4 * placement.local_size(x.shape)
-        for (path, x), placement in zip(leaves, placements, strict=True)
-        if jax.tree_util.keystr(path) in multiplied
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(step.blueprint.shapes, step.blueprint.mask))
+    placements = jax.tree.leaves(eqx.filter(step.placements.model, step.blueprint.mask))
+    together, alone = 0, [0]
+    for (path, x), placement in zip(leaves, placements, strict=True):
+        size = 4 * placement.local_size(x.shape)
+        if jax.tree_util.keystr(path) in multiplied:
+            together += size
+        elif _target(step.execution).platform == "cuda" and x.dtype.itemsize < 4:
+            alone.append(size)
+    return together + max(alone)
 
 
 def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
@@ -217,6 +249,7 @@ def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
 
     A loop reads them in each iteration, so XLA does once what the loop does to all of them. On a TPU it casts them to
     the dtype of computation. On a GPU it turns those that are gathered along an inner dimension: this then comes first.
+    With `remat=none` the backward pass reads what the forward pass saved of them, and these copies are gone.
     """
     itemsize, found = jnp.dtype(execution.dtype).itemsize, 0
     platform = _target(execution).platform
@@ -224,10 +257,26 @@ def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
     for x, placement in zip(jax.tree.leaves(model.stacks), placements, strict=True):
         numbers = placement.local_size(x.shape)
         if platform == "tpu" and placement.axes.role is Role.WEIGHT and x.dtype.itemsize > itemsize:
-            found += numbers * itemsize
-        if platform == "cuda" and any(placement.gathered[2:]):  # after the dimensions of layers and the first
+            found += int(numbers * itemsize * _tiles(x.shape, placement, execution))
+        if (
+            platform == "cuda" and execution.remat != "none" and any(placement.gathered[2:])
+        ):  # after the dimensions of layers and the first
             found += numbers * x.dtype.itemsize
     return found
+
+
+def _tiles(shape: tuple[int, ...], placement: Placement, execution: MeshExecution) -> float:
+    """Return the room of a copy for loops on a TPU, as a multiple of its numbers.
+
+    Parts of an array that is gathered over all devices have this dimension last, and tiles fill it up to 128
+    (mixtral_8x7b: copy.617 of bf16[32,8,64,14336] has layout {2,3,1,0}; over some devices, as in deepseek_v3, not).
+    """
+    assert execution.mesh is not None
+    for size, axes in zip(shape, placement.gathered, strict=True):
+        ways = execution.ways(axes)
+        if ways == execution.mesh.size:
+            return max(1, 128 * ways / size)
+    return 1
 
 
 def _target(execution: MeshExecution) -> Target:

@@ -114,7 +114,9 @@ def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
     # Two of the sums of routing are one number per layer and micro-step.
     layers = step_on(Target("tpu"), "model=mixtral").blueprint.config.layers
     assert after["saved activations"] * 2 == before["saved activations"] + 2 * 4 * layers
-    assert after["sum of gradients over micro-steps"] == after["gradients"] == before["gradients"]
+    # While layers run backward, the gradient of the embedding is not there.
+    assert after["sum of gradients over micro-steps"] > after["gradients"] == before["gradients"]
+    assert after["gradient of the unembedding"] > 0
     assert "sum of gradients over micro-steps" not in before
 
 
