@@ -25,12 +25,10 @@ from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaul
 from moezoo.config.own import (
     TAGS,
     check_class,
-    get,
     import_own,
     name_in,
     names_of,
     path_of,
-    put,
     refuse_saved,
     saved_own,
     without_own,
@@ -47,11 +45,10 @@ from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
 from moezoo.remote import as_path, is_url
-from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
+from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
-_SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 
@@ -110,16 +107,16 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
         else:  # where the weights are now
             check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    cfg = convert(TrainConfig, _resolve(_merge(base, asked, checks)), "", checks)
+    cfg = _convert(base, asked, checks)
     if origin is not None and saved is None:
-        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
+        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
             cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg
 
 
-def _merge(mapping: dict[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
-    """Return `mapping` with the values of the keys that were asked for."""
+def _convert(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
+    """Return the configuration of `mapping` with the values of the keys that were asked for."""
     lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
     if len(lengths) > 1:
         given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
@@ -127,10 +124,12 @@ def _merge(mapping: dict[str, Any], asked: Asked, checks: Checks) -> dict[str, A
     if any(mapping.get(key) != value for key, value in lengths.items()):
         mapping |= dict.fromkeys(_LENGTHS)
     for key, value in asked.changes.items():
-        if key == _SOURCES and isinstance(value, str):
-            value = read_yaml(value, key)
-        set_key(TrainConfig, mapping, key, value, checks)
-    return mapping
+        (at, _, name), (tag, _) = key.rpartition("."), checks.tags.get(key, ("", None))
+        if name == checks.tags.get(at, ("",))[0]:
+            raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
+        # Its class by name, with the defaults of its keys.
+        mapping = put(mapping, key, {tag: value} if tag and isinstance(value, str) else value)
+    return convert(TrainConfig, _resolve(mapping), "", checks._replace(asked=asked.changes))
 
 
 def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
@@ -154,23 +153,7 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
 
 def given_keys(*overrides: str) -> set[str]:
     """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
-    return _given(read(overrides))
-
-
-def _given(asked: Asked) -> set[str]:
-    found = set()
-
-    def add(key: str, value: Any) -> None:
-        found.add(key)
-        if key == _SOURCES and isinstance(value, str):
-            value = read_yaml(value, key)
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                add(f"{key}.{name}", inner)
-
-    for key, value in asked.changes.items():
-        add(key, value)
-    return found
+    return set(flatten(read(overrides).changes))
 
 
 def read_origin(folder: Any, upcycle: Upcycle) -> Origin:

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.config.own import get, path_of, saved_own
+from moezoo.config.own import path_of, saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, DataSettings, PythonStdlib
@@ -22,7 +22,7 @@ from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.blueprint import Blueprint
-from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
+from moezoo.typed import MayChange, get, notes_of, show, to_plain, types_of
 
 
 class Origin(NamedTuple):

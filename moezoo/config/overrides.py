@@ -46,6 +46,7 @@ PLUGS = {
 
 # The group that takes several entries, and where its entry `several` has them.
 _LISTED, MEMBERS = "tracker", "tracker.members"
+_SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -68,6 +69,8 @@ def read(overrides: Sequence[str]) -> Asked:
         key, value = _parse(text, known)
         if key not in known:
             check_name(key, top_keys())
+            if key == _SOURCES and isinstance(value, str):
+                value = read_yaml(value, key)
             asked.choices.pop(key, None)
             asked.changes.pop(key, None)
             chosen = key in PLUGS and isinstance(value, str) and is_own(key, value)

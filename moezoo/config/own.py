@@ -24,7 +24,7 @@ from moezoo.moe.dispatch import Dispatch
 from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.trackers import Tracker
-from moezoo.typed import is_plain, show, types_of
+from moezoo.typed import get, is_plain, put, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
 # name where it is moezoo's, and a section where it is the user's.
@@ -176,12 +176,6 @@ def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:
     return changed
 
 
-def put(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return `mapping` with another value of a key at the top or in a section."""
-    first, _, name = key.partition(".")
-    return {**mapping, first: {**mapping[first], name: value} if name else value}
-
-
 def refuse_saved(missing: Mapping[str, Any]) -> UserError:
     """Return the error for entries of the user's own in a saved configuration, which the overrides do not name again.
 
@@ -205,14 +199,6 @@ def refuse_saved(missing: Mapping[str, Any]) -> UserError:
     noun = PLUGS[next(iter(missing))][0]
     instead = f", or another {noun if len(words) == 1 else 'choice'} such as {' '.join(others)}" * bool(others)
     return UserError(f"{saved}, and moezoo imports your own code only where you name it: write {again} again{instead}")
-
-
-def get(mapping: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None where there is none."""
-    value: Any = mapping
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _family(kind: type) -> Family:
