@@ -185,16 +185,15 @@ def _fits(value: Any, hint: Any) -> bool:
 def to_plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if inlined := _inlined(type(value)):
-            beside = to_plain(getattr(value, inlined), key, checks)
-            return beside | {name: to_plain(getattr(value, name)) for name in names if name != inlined}
-        fields = {name: to_plain(getattr(value, name), _join(key, name), checks) for name in names}
+            return to_plain(fields.pop(inlined), key, checks) | to_plain(fields)
+        plain = to_plain(fields, key, checks)
         if (tagged := checks.tag(key)) is None:
-            return fields
+            return plain
         for name, kind in tagged[1].items():
             if type(value) is kind:
-                return {tagged[0]: name, **fields}
+                return {tagged[0]: name, **plain}
         raise UserError(
             f"{key}: a configuration cannot record {type(value).__name__} here, only {', '.join(tagged[1])}"
         )
@@ -209,28 +208,24 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
     Defaults are those of the dataclass instance `default`, otherwise of `kind`. What `convert` refuses is kept as it
     is.
     """
-    if typing.get_origin(kind) is Mapping and isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
+        return value
+    if typing.get_origin(kind) is Mapping:
         inside = typing.get_args(kind)[1]
         return {name: complete(inside, item, _join(key, show(name)), checks) for name, item in value.items()}
-    if isinstance(value, Mapping) and (inlined := _inlined(kind)):
-        own, beside = _split_inlined(kind, value)
-        usual = {field.name: field.default for field in dataclasses.fields(kind)}
-        known = {name: default for name, default in usual.items() if default is not dataclasses.MISSING}
-        return complete(types_of(kind)[inlined], beside, key, checks) | known | own
-    if isinstance(value, Mapping) and (tagged := checks.tag(key)):
+    inlined, completed = _inlined(kind), dict(value)
+    if inlined is None and (tagged := checks.tag(key)):
         kind = tagged[1].get(show(value.get(tagged[0])))
-    if not dataclasses.is_dataclass(kind) or not isinstance(value, Mapping):
-        return value
-    hints, completed = types_of(kind), dict(value)
-    for field in dataclasses.fields(kind):
-        name = field.name
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        name, hint, at = field.name, types_of(kind)[field.name], _join(key, field.name)
         usual = field.default_factory() if callable(field.default_factory) else field.default
         usual = getattr(default, name) if type(default) is kind else usual
-        if name in value:
-            below = usual if dataclasses.is_dataclass(usual) else None
-            completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)
+        if name == inlined:
+            completed |= complete(hint, _beside(kind, value), key, checks)
+        elif name in value:
+            completed[name] = complete(hint, value[name], at, checks, usual)
         elif usual is not dataclasses.MISSING:
-            completed[name] = to_plain(usual, _join(key, name), checks)
+            completed[name] = to_plain(usual, at, checks)
     return completed
 
 
@@ -352,49 +347,36 @@ def _inlined(kind: Any) -> str | None:
     return next((field.name for field in fields if field.metadata.get(INLINED)), None)
 
 
-def _split_inlined(kind: type, section: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Separate the keys of a class from those of its field whose keys stand beside them."""
-    names = types_of(kind).keys() - {_inlined(kind)}
-    return {n: v for n, v in section.items() if n in names}, {n: v for n, v in section.items() if n not in names}
+def _beside(kind: Any, section: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the keys in a section that are not those of its class: those of the field that is `INLINED`."""
+    return {name: value for name, value in section.items() if name not in types_of(kind)}
 
 
-def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str, type]:
-    """Return the tag of a section and the class that it selects."""
-    tag, classes = checks.tag(key) or ("", {})
-    if tag not in section:
-        raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
-    name = show(section[tag])
-    if name not in classes:
-        raise UserError(f"{key}.{tag}={name}: no such {key}; {nearest(name, classes)}")
-    return name, classes[name]
-
-
-def _dataclass(kind: Any, value: Any, key: str, checks: Checks, beside: Collection[str] = ()) -> Any:
-    """Do what `convert` does for a section. `beside` are keys of another class that may stand in it."""
+def _dataclass(kind: Any, value: Any, key: str, checks: Checks, around: Collection[str] = ()) -> Any:
+    """Do what `convert` does for a section. `around` are keys of another class that may stand in it."""
     if key in checks.asked and checks.tag(key) is None:
         write = f"{key}.{next(iter(types_of(kind)))}=VALUE"
         raise UserError(f"{key}={show(checks.asked[key])}: {key} is a section; set its keys, such as {write}")
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
-    section, named, completed = dict(value), "", complete(kind, value, key, checks)
+    made, name, section, completed = {}, "", dict(value), complete(kind, value, key, checks)
     if inlined := _inlined(kind):
-        own, others = _split_inlined(kind, section)
-        hints, valid = types_of(kind), ranges_of(kind)
-        own = {name: convert(hints[name], item, _join(key, name), checks, valid[name]) for name, item in own.items()}
-        inner = _dataclass(hints[inlined], others, key, checks, hints.keys() - {inlined})
-        return kind(**{inlined: inner}, **own)
-    if tagged := checks.tag(key):
-        named, kind = _class_of(section, key, checks)
-        del section[tagged[0]]
+        inner = {name: section.pop(name) for name in _beside(kind, value)}
+        hints = types_of(kind)
+        made[inlined] = _dataclass(hints[inlined], inner, key, checks, hints.keys() - {inlined})
+    elif tagged := checks.tag(key):
+        tag, classes = tagged
+        if tag not in section:
+            raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
+        if (name := show(section.pop(tag))) not in classes:
+            raise UserError(f"{key}.{tag}={name}: no such {key}; {nearest(name, classes)}")
+        kind = classes[name]
     hints, valid = types_of(kind), ranges_of(kind)
-    for name in section:
-        if name not in hints:
-            names = {**hints, **dict.fromkeys(beside)}
-            raise _unknown_key_error(key, name, named, names, completed, checks)
-    for name, hint in hints.items():
-        if name not in completed:
-            raise UserError(f"{_join(key, name)} is missing; set it to {_describe_type(hint)}")
-    return kind(**{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
+    for unknown in (name for name in section if name not in hints):
+        raise _unknown_key_error(key, unknown, name, {**hints, **dict.fromkeys(around)}, completed, checks)
+    for missing in (name for name in hints if name not in completed and name not in made):
+        raise UserError(f"{_join(key, missing)} is missing; set it to {_describe_type(hints[missing])}")
+    return kind(**made, **{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
 
 
 def _unknown_key_error(
