@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.other_names import check_name, suggest_axes
 from moezoo.errors import UserError, describe_class, nearest
-from moezoo.host import check_file
-from moezoo.remote import as_path, is_url
+from moezoo.host import read_text
+from moezoo.remote import as_path
 from moezoo.typed import show
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
@@ -69,12 +69,12 @@ def read(overrides: Sequence[str]) -> Asked:
         key, value = _parse(text, known)
         if key not in known:
             check_name(key, top_keys())
-            if key == _SOURCES and isinstance(value, str):
-                value = read_yaml(value, key)
             asked.choices.pop(key, None)
             asked.changes.pop(key, None)
-            chosen = key in PLUGS and isinstance(value, str) and is_own(key, value)
-            (asked.choices if chosen else asked.changes)[key] = value
+            if isinstance(value, str) and key in PLUGS and is_own(key, value):
+                asked.choices[key] = value
+            else:
+                asked.changes[key] = read_yaml(value, key) if isinstance(value, str) and key == _SOURCES else value
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
@@ -229,18 +229,14 @@ def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correc
     its aliases make it much larger.
     """
     name = show(str(path) if key is None else f"{key}={path}")
-    path, other = as_path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
-    if not is_url(path) and check_file(path, name, other) > _MOST_BYTES:
-        raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {other}")
+    other = advice if key is None else "give the path of a YAML file"
+    text = read_text(as_path(os.path.expanduser(path)), name, other, most=_MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
         if "*" in text and (root := yaml.compose(text, yaml.SafeLoader)) and _count_values(root, {}) > _MOST_VALUES:
             raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES} values; {advice}")
         mapping = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except UserError:
         raise
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); {other}") from None
     except yaml.YAMLError as error:
         line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
@@ -248,8 +244,6 @@ def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correc
     except (OmegaConfBaseException, RecursionError, AssertionError) as error:
         where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
         raise UserError(f"{name}: the value{where} cannot be read; {advice}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{name}: is not UTF-8 text; {other}") from None
     except ValueError as error:
         raise UserError(f"{name}: a value cannot be read ({str(error).partition(';')[0]}); {advice}") from None
     if not isinstance(mapping, dict):
