@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
+from moezoo.config.other_names import BEFORE, RENAMED
 from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
@@ -33,7 +34,6 @@ from moezoo.config.own import (
     saved_own,
     without_own,
 )
-from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies

@@ -16,28 +16,18 @@ from types import ModuleType
 from typing import Any
 
 from moezoo.config.overrides import MEMBERS, PLUGS, is_own, own_path
-from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG
-from moezoo.data import DataSettings
+from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG, TrainConfig
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
-from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
-from moezoo.trackers import Tracker
 from moezoo.typed import get, is_plain, put, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
 # name where it is moezoo's, and a section where it is the user's.
 TAGS = {key: TAG.get(key, ("name", CONTEXT_PARALLEL)) for key in PLUGS}
-_BASES: dict[str, type] = {
-    "model": ModelConfig,
-    "dispatch": Dispatch,
-    "optimizer": UpdateRule,
-    "schedule": Schedule,
-    "data": DataSettings,
-    "tracker": Tracker,
-    "execution.context_parallel": ContextParallel,
-}
+# What each of them derives from is what a configuration takes.
+_BASES = {**types_of(TrainConfig), "dispatch": Dispatch, "execution.context_parallel": ContextParallel}
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
 # Entries of moezoo's in place of the user's own: all stand in while the rest of a saved configuration is read, and
 # messages name those that say nothing about the model and the data.

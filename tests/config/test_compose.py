@@ -12,8 +12,8 @@ from hydra.version import getbase, setbase
 from refusals import by_table
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
+from moezoo.config.other_names import RENAMED
 from moezoo.config.overrides import check, read_yaml
-from moezoo.config.renamed import RENAMED
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
 from moezoo.moe.dispatch import Gather
