@@ -101,13 +101,13 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
     origin = None
     if (folder := asked.changes.get("init_from")) is not None:
-        origin = read_origin(folder, _read_upcycle(base["upcycle"], asked))
+        origin = read_origin(folder, convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks))
         if saved is None:
             base |= _for_weights(origin, base, asked, checks)
         else:  # where the weights are now
             check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    cfg = _convert(base, asked, checks)
+    cfg = convert(TrainConfig, _resolve(_set(base, asked, checks)), "", checks)
     if origin is not None and saved is None:
         cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
@@ -115,21 +115,21 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     return cfg
 
 
-def _convert(mapping: dict[str, Any], asked: Asked, checks: Checks) -> TrainConfig:
-    """Return the configuration of `mapping` with the values of the keys that were asked for."""
+def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
+    """Return `mapping` with the values of the keys that were asked for."""
     lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
     if len(lengths) > 1:
         given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
         raise UserError(f"{given}: each says how long the run is; leave one of them out")
     if any(mapping.get(key) != value for key, value in lengths.items()):
-        mapping |= dict.fromkeys(_LENGTHS)
+        mapping = {**mapping, **dict.fromkeys(_LENGTHS)}
     for key, value in asked.changes.items():
         (at, _, name), (tag, _) = key.rpartition("."), checks.tags.get(key, ("", None))
         if name == checks.tags.get(at, ("",))[0]:
             raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
         # Its class by name, with the defaults of its keys.
         mapping = put(mapping, key, {tag: value} if tag and isinstance(value, str) else value)
-    return convert(TrainConfig, _resolve(mapping), "", checks._replace(asked=asked.changes))
+    return mapping
 
 
 def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
@@ -180,14 +180,6 @@ def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> Non
             f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
             "leave it out, or start a new run"
         )
-
-
-def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
-    """Return the section `upcycle` of a configuration. Raises `UserError` where it is not set key by key."""
-    if "upcycle" in asked.changes:
-        raise UserError(f"upcycle={show(asked.changes['upcycle'])}: write upcycle.experts=8 upcycle.per_token=2")
-    changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
-    return convert(Upcycle, {**saved, **changes}, "upcycle")
 
 
 def _at(origin: Origin, asked: Asked) -> Asked:
@@ -250,13 +242,11 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
     advice = f"correct the file, or set {key} to another run"
     mapping = read_yaml(saved, advice=advice)
-    for old, new in RENAMED.items():
-        group, _, name = old.partition(".")
-        if isinstance(section := mapping.get(group), dict) and name in section:
-            raise UserError(
-                f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
-                f"({old} is now {new})"
-            )
+    for old in (old for old in RENAMED if old in flatten(mapping)):
+        raise UserError(
+            f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
+            f"({old} is now {RENAMED[old]})"
+        )
     try:
         from_saved(mapping)
     except UserError as error:
@@ -331,7 +321,7 @@ def _import_own(asked: Asked) -> Checks:
         if key in PLUGS and is_own(key, name):
             kind = import_own(key, name)
             own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
-    return _checks_with(own)
+    return _checks_with(own)._replace(asked=asked.changes)
 
 
 def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
