@@ -6,7 +6,6 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 """
 
 import contextlib
-import copy
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
@@ -137,11 +136,10 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
     own, named = saved_own(saved), {**asked.choices, **asked.changes}
     if missing := {key: name for key, name in own.items() if key not in named}:
         raise refuse_saved(missing)
-    kept = {key for key, name in own.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
-    base = complete(TrainConfig, copy.deepcopy(without_own(saved, own.keys() - kept)), "", checks)
+    base = complete(TrainConfig, saved, "", checks)
     composed = _compose_groups(asked.choices, checks) if asked.choices else {}
     for group, name in asked.choices.items():
-        if group not in kept:
+        if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
             base = put(base, group, get(composed, group))
         for key, value in _beside_its_group(group, name).items():
             if key == _DEFAULTS:
@@ -264,7 +262,7 @@ def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
 
     Raises as `from_mapping` does.
     """
-    return from_mapping(without_own(with_forms(mapping), saved_own(mapping)))
+    return from_mapping(without_own(with_forms(mapping)))
 
 
 def with_forms(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,10 +391,8 @@ def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(mapping)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        key, value = str(error.full_key).partition("[")[0], mapping
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else value
+        key = str(error.full_key).partition("[")[0]
         raise UserError(
-            f"{key}={show(value)}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
+            f"{key}={show(get(mapping, key))}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
         ) from None
     return resolved

@@ -134,12 +134,8 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
     Nothing is imported.
     """
-    found = {}
-    for key, (tag, _) in TAGS.items():
-        section = get(mapping, key)
-        name = section.get(tag) if isinstance(section, Mapping) else None
-        if isinstance(name, str) and is_own(key, name):
-            found[key] = name
+    named = {key: get(mapping, f"{key}.{tag}") for key, (tag, _) in TAGS.items()}
+    found: dict[str, Any] = {k: name for k, name in named.items() if isinstance(name, str) and is_own(k, name)}
     names = names_of(get(mapping, MEMBERS))
     if any(is_own("tracker", name) for name in names):
         found["tracker"] = f"[{','.join(names)}]"
@@ -152,18 +148,16 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def names_of(members: Any) -> list[str]:
     """Return the names of the trackers in plain `members`, as far as they have one."""
-    sections = members.values() if isinstance(members, Mapping) else ()
-    names = [section.get("name") for section in sections if isinstance(section, Mapping)]
+    names = [get(section, "name") for section in (members.values() if isinstance(members, Mapping) else ())]
     return [name for name in names if isinstance(name, str)]
 
 
-def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:
-    """Return a saved configuration in which moezoo's own entries stand in for those of `keys`."""
-    changed = dict(mapping)
-    for key in keys:
+def without_own(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved configuration in which moezoo's own entries stand in for those of the user's."""
+    for key in saved_own(mapping):
         name = _STAND_IN.get(key)  # None, of a kernel: the target and the sizes decide
-        changed = put(changed, key, {TAG[key][0]: name} if key in TAG else name)
-    return changed
+        mapping = put(mapping, key, {TAG[key][0]: name} if key in TAG else name)
+    return mapping
 
 
 def refuse_saved(missing: Mapping[str, Any]) -> UserError:
