@@ -13,7 +13,7 @@ from refusals import by_table
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
 from moezoo.config.other_names import RENAMED
-from moezoo.config.overrides import check, read_yaml
+from moezoo.config.overrides import read, read_yaml
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
 from moezoo.moe.dispatch import Gather
@@ -252,13 +252,13 @@ def test_refuses_what_cannot_be_asked(overrides, parts, saved):
 
 @pytest.mark.parametrize(("override", "parts"), SET, ids=[override for override, _ in SET])
 def test_refuses_keys_and_values(override, parts, saved):
-    """What `check` finds before the configuration is composed has the same message."""
+    """What `read` finds before the configuration is composed has the same message."""
     message = refused(compose_onto, saved, override)
     assert [part for part in parts if part not in message] == []
     with contextlib.suppress(UserError):
-        check([override])
+        read([override])
         return
-    assert refused(check, [override]) == message
+    assert refused(read, [override]) == message
 
 
 @by_table(
@@ -353,4 +353,4 @@ def test_short_texts_compose_or_are_refused_in_one_line(saved):
             compose_onto(saved, "".join(parts))
     for parts in itertools.product(pieces, repeat=2):
         with contextlib.suppress(UserError):
-            check(["".join(parts)])
+            read(["".join(parts)])
