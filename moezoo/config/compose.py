@@ -249,7 +249,7 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return with_copies(with_forms(mapping), saved.parent)
+    return with_copies(with_defaults(mapping), saved.parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
@@ -262,21 +262,18 @@ def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
 
     Raises as `from_mapping` does.
     """
-    return from_mapping(without_own(with_forms(mapping)))
-
-
-def with_forms(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration whose `init_forms` are sections; earlier versions saved texts."""
-    forms = mapping.get("init_forms")
-    if not isinstance(forms, Mapping):
-        return dict(mapping)
-    sections = {path: to_plain(Form.from_text(form)) if isinstance(form, str) else form for path, form in forms.items()}
-    return {**mapping, "init_forms": sections}
+    return from_mapping(without_own(with_defaults(mapping)))
 
 
 def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the defaults of settings that moezoo has had since."""
-    return complete(TrainConfig, with_forms(mapping), "", _CHECKS)
+    """Return a saved configuration with the defaults of settings that moezoo has had since.
+
+    Its `init_forms` are sections; earlier versions saved texts.
+    """
+    if isinstance(forms := mapping.get("init_forms"), Mapping):
+        forms = {at: to_plain(Form.from_text(form)) if isinstance(form, str) else form for at, form in forms.items()}
+        mapping = {**mapping, "init_forms": forms}
+    return complete(TrainConfig, mapping, "", _CHECKS)
 
 
 def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
