@@ -355,7 +355,7 @@ def _beside(kind: Any, section: Mapping[Any, Any]) -> dict[Any, Any]:
 def _dataclass(kind: Any, value: Any, key: str, checks: Checks, around: Collection[str] = ()) -> Any:
     """Do what `convert` does for a section. `around` are keys of another class that may stand in it."""
     if key in checks.asked and checks.tag(key) is None:
-        write = f"{key}.{next(iter(types_of(kind)))}=VALUE"
+        write = f"{key}.{next(iter(types_of(kind)), 'NAME')}=VALUE"
         raise UserError(f"{key}={show(checks.asked[key])}: {key} is a section; set its keys, such as {write}")
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
