@@ -10,8 +10,9 @@ from typing import Any
 
 from benchmarks.results import Column, Panel, Report, Row, Table, points, ratio, split, spread
 from benchmarks.steps import Running, Turns, overrides
+from moezoo.config.settings import TrainConfig
+from moezoo.moe.chunks import layer_rows
 from moezoo.parallel.mesh_execution import MeshExecution
-from moezoo.tools.cost import expert_rows
 
 
 def run(keys: Any, settings: Sequence[str]) -> Report:
@@ -38,9 +39,16 @@ def _row(mesh: str, dispatch: str, settings: str, done: Running) -> Row:
         **results,
         "tokens_per_second": round(done.tokens_per_second, 1),
         "rows": (done.load - done.dropped) / parts,
-        "room": expert_rows(cfg),
+        "room": _room(cfg, done.step.execution),
         "received_bytes": done.traffic.bytes,
     }
+
+
+def _room(cfg: TrainConfig, execution: MeshExecution) -> int:
+    """Return the rows that a device has room for in a layer with experts, in a micro-step."""
+    tokens = cfg.batch_size // cfg.execution.microbatches * cfg.seq_len // execution.ways(execution.token_axes)
+    group = execution.expert_group(cfg.model.experts)
+    return layer_rows(execution.strategy, tokens, cfg.model.experts_per_token, group)
 
 
 def _sharing(execution: MeshExecution) -> int:

@@ -14,7 +14,7 @@ from moezoo.errors import UserError, nearest
 from moezoo.models.base import LanguageModel
 from moezoo.nn.linear import draws_numbers
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
-from moezoo.parallel.low_rank import LowRank, pairs_by_path
+from moezoo.parallel.low_rank import LowRank, drops, pairs_by_path
 from moezoo.parallel.patterns import matches, matching
 from moezoo.typed import Positive, Range, Size, check_fields, show
 
@@ -81,7 +81,7 @@ class Lora(Adapter):
         alpha: What the scale is made of; None for a scale of 1.
         scale: `alpha/rank`, or `alpha/sqrt(rank)` (Kalajdzievski, 2023, arXiv:2312.03732).
         targets: Words of `WORDS`, `all` for all of these, or patterns of the paths of weights.
-        dropout: The probability with which a step drops each input of A (`moezoo.parallel.dropout`).
+        dropout: The probability with which a step drops each input of A (`moezoo.parallel.dropout`), but of experts.
         init_from: A folder with pairs of these ranks, scale and targets to start from, as PEFT and moezoo write them.
     """
 
@@ -136,6 +136,11 @@ class Lora(Adapter):
                 has = ", ".join(word for word, paths in in_words.items() if paths)
                 raise UserError(f"adapter.targets: this model has no weights of {target}; it has {has}")
             found |= here
+        if self.dropout and not any(drops(table[path]) for path in found):
+            raise UserError(
+                f"adapter.dropout={self.dropout:g} is for pairs of attention and of plain MLPs, and adapter.targets="
+                f"{show(list(self.targets))} has those of experts alone; set adapter.dropout=0"
+            )
         return {path: table[path] for path in table if path in found}
 
     def adapt(self, model: LanguageModel, key: Array) -> LanguageModel:

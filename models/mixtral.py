@@ -75,11 +75,6 @@ _REST: Settings = {"head_dim": Key("head_dim", None, null=head_dim), "rope": rop
 _NO_BIAS = {"attention_bias": (False,)}
 
 
-def _find_frequencies(left: set[str], expected: set[str]) -> dict[str, str]:
-    """Return the rotary frequencies that older folders of Llama hold; they follow from config.json."""
-    return {name: "rotary frequencies" for name in left if name.endswith(".rotary_emb.inv_freq")}
-
-
 DENSE_HUB = Hub(
     {
         "mistral": "Mistral 7B and Nemo",
@@ -103,5 +98,4 @@ DENSE_HUB = Hub(
         ),
     },
     lambda config: "llama",  # both have the same names
-    find_unused=_find_frequencies,
 )

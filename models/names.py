@@ -6,9 +6,10 @@ from typing import Literal, NamedTuple
 #
 # row: an array [n] as [1, n].
 # of_experts: those of all experts, [experts, outputs, inputs], where others have a tensor for each.
+# transposed: the same as [experts, inputs, outputs].
 # alternating: those of all experts with our dimensions, [experts, inputs, outputs]. Arrays that are joined alternate
 #     along the last dimension: gate 0, up 0, gate 1, up 1, and so on.
-Layout = Literal["plain", "row", "of_experts", "alternating"]
+Layout = Literal["plain", "row", "of_experts", "transposed", "alternating"]
 
 
 class Row(NamedTuple):

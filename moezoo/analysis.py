@@ -3,9 +3,7 @@
 The commands of `moezoo.tools` print what these functions return.
 """
 
-from moezoo.tools.cost import break_even as break_even
 from moezoo.tools.cost import communication as communication
-from moezoo.tools.cost import expert_rows as expert_rows
 from moezoo.tools.memory_model import footprint as footprint
 from moezoo.tools.plan.estimate import estimate as estimate
 from moezoo.tools.plan.hardware import parse_slice as parse_slice

@@ -1,9 +1,12 @@
 """What tests of commands use: fixtures that tests/cli and tests/tools import."""
 
 import contextlib
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
+from refusals import check_line
 
 import moezoo.interrupts as interrupts
 from moezoo.__main__ import main
@@ -37,6 +40,20 @@ def console(monkeypatch, capsys):
         return caught.value.code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def refuses(console):
+    """Check that a command ends with code 2 and the line of an error that `check_line` accepts, and writes nothing."""
+
+    def check(words, line):
+        before = sorted(Path.cwd().rglob("*"))
+        code, out, err = console(*shlex.split(words))
+        assert (code, out, err[-1:]) == (2, "", "\n")
+        check_line(err[:-1], f"error: {line}")
+        assert sorted(Path.cwd().rglob("*")) == before
+
+    return check
 
 
 @pytest.fixture(scope="session")

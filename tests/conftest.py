@@ -100,7 +100,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 
 # Parts of the names of the tests that take longest. They start first, so that all processes end at about the same time.
-LONGEST = ("test_notebooks", "test_slurm", "test_step_parity", "test_transformers", "tests/training/", "tests/parity/")
+LONGEST = (
+    "test_notebooks",
+    "test_slurm",
+    "test_step_parity",
+    "test_transformers",
+    "tests/benchmarks/",
+    "tests/vendors/",
+    "tests/training/",
+    "tests/parity/",
+    "test_interpreted_steps",
+    "test_tensor_cores",
+    "test_running",
+    "tests/tools/",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

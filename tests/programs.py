@@ -3,11 +3,14 @@
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from moezoo.parallel.traces import collective_traffic
 
 
 def largest_array(text: str) -> int:
@@ -108,3 +111,9 @@ def executed_products(function: Callable[..., Any], *arguments: Any) -> list[tup
 
     run(jax.make_jaxpr(function)(*arguments), jax.tree.leaves(arguments))
     return found
+
+
+def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, tuple[str, ...]]]:
+    """Count how often each collective of a traced program runs, by (collective, mesh axes)."""
+    found = collective_traffic(jaxpr, platform).by("collective", "axes")
+    return Counter({(kind, axes): traffic.count for (kind, axes), traffic in found.items()})

@@ -11,15 +11,20 @@ from moezoo.errors import UserError
 
 @contextlib.contextmanager
 def refused(*parts: str) -> Iterator[None]:
-    """Expect a `UserError` of one line that begins with the first of `parts` and contains the others in this order.
+    """Expect a `UserError` whose message `check_line` accepts."""
+    with pytest.raises(UserError) as caught:
+        yield
+    check_line(str(caught.value), *parts)
+
+
+def check_line(message: str, *parts: str) -> None:
+    """Check that a message is one line that begins with the first of `parts` and contains the others in this order.
 
     In a part, " ... " stands for any text.
     """
-    with pytest.raises(UserError) as caught:
-        yield
     first, *others = " ... ".join(parts).split(" ... ")
-    message, end = str(caught.value), len(first)
-    assert "\n" not in message
+    end = len(first)
+    assert message.isprintable(), message
     assert message.startswith(first), message
     for part in others:
         assert part in message[end:], (part, message)

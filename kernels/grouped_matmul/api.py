@@ -18,7 +18,6 @@ from moezoo.kernels.grouped_matmul.backend import Activation, Backend, ExpertWei
 from moezoo.kernels.permute import permute, unpermute
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.dropout import dropouts, read_numbers, take_numbers
 from moezoo.parallel.kernels import (
     Chosen,
     ChosenBackends,
@@ -331,8 +330,7 @@ def routed_mlp(
     def has_kernel(one: Backend) -> bool:
         return one.routed_mlp is not None and (one.in_stack or not is_sum)
 
-    # What is dropped differs by row, so rows are made; kernels read tokens.
-    if are_few or dropouts((gate, up, down)) or not any(has_kernel(_backend(one)) for _, one in chosen):
+    if are_few or not any(has_kernel(_backend(one)) for _, one in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
@@ -357,7 +355,7 @@ def _arrays(weights: ExpertWeights, dtype: DTypeLike) -> ExpertWeights:
 def _routed_mlp(implementation, tokens, gates, plan, weights, *, activation, keep):
     gate, up, down, gate_bias, up_bias = weights
     options = {"group_sizes": plan.group_sizes, "implementation": implementation}
-    rows, (gate, up, down) = read_numbers(permute(take_numbers(tokens, weights), plan), (gate, up, down))
+    rows = permute(tokens, plan)
     inner = gated(rows, gate, up, activation=activation, gate_bias=gate_bias, up_bias=up_bias, keep=keep, **options)
     return unpermute(grouped_matmul(inner, down, **options), gates, plan)
 

@@ -273,7 +273,9 @@ class _Shard(NamedTuple):
 
 def _plan_shard(original: Path, own: Mapping[str, list[Piece]], files: WeightFiles) -> _Shard:
     """Return a file with the model's `own` tensors in place of those of these names, and all others of the original."""
-    begin, metadata, entries = read_header(original)
+    begin, metadata, stored = read_header(original)
+    ours = {name: new for new, name in files.names.items()}  # A copy has no wrapper's names, which nothing reads.
+    entries = {ours.get(name, name): about for name, about in stored.items()}
     for name in entries:
         if name not in files.tensors or files.tensors[name].path != original:
             raise UserError(f"{original} has {show(name)}, which the index does not place there; download it again")
@@ -285,7 +287,7 @@ def _plan_shard(original: Path, own: Mapping[str, list[Piece]], files: WeightFil
         else:
             span = Span(original, len(begin) + start)
             pieces.append(Piece(name, entries[name]["dtype"], tuple(entries[name]["shape"]), end - start, span=span))
-    retyped = {piece.name: piece.dtype for piece in pieces} != {name: about["dtype"] for name, about in entries.items()}
+    retyped = {piece.name: piece.dtype for piece in pieces} != {name: about["dtype"] for name, about in stored.items()}
     if retyped:
         # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
         pieces.sort(key=lambda piece: -piece.size / max(1, math.prod(piece.shape)))

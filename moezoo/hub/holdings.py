@@ -193,8 +193,29 @@ class _Whole:
 
     def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
         """Write values at these indices."""
-        self.numbers[tuple(slice(i, i + n) for i, n in zip(at, values.shape, strict=True))] = values
+        inner = len(at) - values.ndim
+        self.numbers[*at[:inner], *(slice(i, i + n) for i, n in zip(at[inner:], values.shape, strict=True))] = values
         return True
+
+
+class _Array(NamedTuple):
+    """An array of which one box is in the host's memory."""
+
+    shape: tuple[int, ...]
+    boxes: Mapping[Box, Target]
+
+
+def read_part(
+    holdings: Iterable[Holding], path: str, shape: tuple[int, ...], index: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return what `holdings` have, each some of it, at an index of the array of this path and shape."""
+    box = (*((i, i + 1) for i in index), *((0, n) for n in shape[len(index) :]))
+    part = _Whole(tuple(end - start for start, end in box), dtype)
+    for holding in holdings:
+        for piece in holding.pieces({path: _Array(shape, {box: part})}):
+            for some in piece.cut(2**22):
+                some.read()
+    return part.numbers.reshape(shape[len(index) :])
 
 
 class Numbers(Holding):

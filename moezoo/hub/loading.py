@@ -31,7 +31,9 @@ from moezoo.host import check_host
 from moezoo.hub.adapters import load_adapter
 from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite
 from moezoo.hub.loading_progress import LoadingProgress
+from moezoo.hub.nested import FREQUENCIES
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
+from moezoo.hub.other_names import check_frequencies
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, copied, deviations
@@ -195,6 +197,7 @@ class _Loaded(NamedTuple):
 def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | AbstractMesh | None) -> _Loaded:
     shapes, holdings, unused = found
     folder, upcycle = opened.folder, opened.upcycle
+    check_frequencies(opened.files, unused.get(FREQUENCIES, ()), shapes)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     arrays = {
         jax.tree_util.keystr(path).lstrip("."): _Arriving(shape, sharding)

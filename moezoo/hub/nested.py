@@ -14,18 +14,19 @@ from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import Hub
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
+FREQUENCIES = "rotary frequencies"  # which follow from config.json
 
 
-def _way(layers: str, rest: str, head: str) -> dict[str, str]:
+def begin(layers: str, rest: str, head: str) -> dict[str, str]:
     """Return what names of a text model begin with -> what they begin with in the folder; the first that fits holds."""
     return {"model.layers.": layers, "model.": rest, "lm_head.": head}
 
 
 # Published folders have the first way; the second is that of the models in transformers' memory.
-_INSIDE = _way("language_model.model.layers.", "language_model.model.", "language_model.lm_head.")
-_BESIDE = _way("model.language_model.layers.", "model.language_model.", "lm_head.")
+INSIDE = begin("language_model.model.layers.", "language_model.model.", "language_model.lm_head.")
+BESIDE = begin("model.language_model.layers.", "model.language_model.", "lm_head.")
 # So transformers 5.23 writes it: it takes text layers for those of the vision tower, which have that name in folders.
-_BLOCKS = _way("language_model.model.blocks.", "language_model.model.", "language_model.lm_head.")
+_BLOCKS = begin("language_model.model.blocks.", "language_model.model.", "language_model.lm_head.")
 
 
 class Outer(NamedTuple):
@@ -44,13 +45,13 @@ class Outer(NamedTuple):
 
 NESTED = {
     "kimi_k25": Outer(
-        (_INSIDE, _BESIDE, _BLOCKS),
+        (INSIDE, BESIDE, _BLOCKS),
         ("vision_tower.", "mm_projector."),
         "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id projection_hidden_size "
         "projection_layer_norm_eps media_placeholder_token_id video_placeholder use_unified_vision_chunk ignore_index",
     ),
     "mistral3": Outer(
-        (_INSIDE, _BESIDE),
+        (INSIDE, BESIDE),
         ("vision_tower.", "multi_modal_projector."),
         "vision_config image_token_id video_token_id image_token_index projector_hidden_act vision_feature_layer "
         "multimodal_projector_bias spatial_merge_size",
@@ -90,6 +91,7 @@ class Nesting(NamedTuple):
         inside = {text: name for name in left if (text := self.to_text(name)) is not None}
         texts = {text for name in expected if (text := self.to_text(name)) is not None}
         found = {inside[text]: purpose for text, purpose in hub.find_unused(set(inside), texts).items()}
+        found |= {name: FREQUENCIES for text, name in inside.items() if text.endswith(".rotary_emb.inv_freq")}
         return found | {name: "images" for name in left if name.removeprefix("model.").startswith(self.parts)}
 
 

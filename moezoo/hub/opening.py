@@ -20,9 +20,10 @@ from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
+from moezoo.hub.other_names import describe_names, find_names, find_rows
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
-from moezoo.hub.weight_files import WeightFiles, common_dtype
+from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
 from moezoo.json_files import read_json
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
@@ -30,14 +31,15 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.hub import Hub
 from moezoo.typed import convert, show
 
+_DIFFERENT = "the files belong to different models"
 _PIECE = 2**24  # bytes of two tables that are compared at a time
 
 
 class OpenFolder(NamedTuple):
     """A folder before its tensors are read.
 
-    `mapping`: its config.json. `config`: that of the text model. `hub`: the family's mapping for it.
-    `upcycle`: what becomes of a dense model.
+    `mapping`: its config.json. `config`: that of the text model. `hub`: the family's mapping for it, with the rows of
+    tensors that the folder has. `upcycle`: what becomes of a dense model.
     """
 
     folder: Path
@@ -118,7 +120,7 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         advice = f"name a Hugging Face model folder{describe_download(folder)}"
         raise UserError(f"{folder}: there is no such folder; {advice}")
     if not (folder / "config.json").exists():
-        raise UserError(f"{folder}: no config.json; name a Hugging Face model folder")
+        raise UserError(f"{folder}: no config.json; name a Hugging Face model folder{describe_others(folder)}")
     mapping = read_json(folder / "config.json")
     try:
         text = text_config(mapping)
@@ -157,7 +159,9 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
     """
     mapping, is_nested, family, hub, config, quantization, keys = read_config(folder, upcycle)
     files = WeightFiles(folder)
+    files.rename(find_names(files.tensors, is_nested, folder))
     nesting = find_nesting(mapping, files.tensors, folder) if is_nested else Nesting()
+    hub = find_rows(hub, config, nesting, files.tensors)
     opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting, upcycle)
     _check_counts(opened, keys)
     return opened
@@ -255,7 +259,7 @@ def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
         if heads and wanted > len(found) + 100:
             raise UserError(
                 f"{opened.folder}: config.json has {opened.nesting.table}{keys[ours]}={wanted}, but the safetensors "
-                f"hold {len(found)} {ours}; the files belong to different models"
+                f"hold {len(found)} {ours}; {describe_names(opened.files.tensors, ()) if not found else _DIFFERENT}"
             )
 
 
@@ -266,7 +270,8 @@ def _check_names(opened: OpenFolder, expected: set[str]) -> dict[str, list[str]]
     over |= {name: "products in few bits" for name in left if name.endswith(ACTIVATION_SCALES)}
     over |= {name: "caches in few bits" for name in left if name.endswith(CACHE_SCALES)}
     if missing := sorted(expected - found):
-        raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}")
+        there = describe_names(found, left - set(over))
+        raise UserError(f"{folder}: {count(missing)} missing: {list_names(missing)}; {there}")
     if left := sorted(left - set(over)):
         raise UserError(f"{folder}: {count(left)} not in the model of config.json: {list_names(left)}")
     return {purpose: sorted(n for n in over if over[n] == purpose) for purpose in sorted(set(over.values()))}

@@ -23,6 +23,8 @@ from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.typed import show
 
+_AS_OURS = ("transposed", "alternating")  # layouts with inputs before outputs, as our arrays have them
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
@@ -56,7 +58,7 @@ class Tensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape in a file."""
-        if self.layout == "alternating":
+        if self.layout in _AS_OURS:
             return self._joined
         if self.axes.role is Role.BIAS:
             return (math.prod(self._joined),)
@@ -100,7 +102,7 @@ class Tensor:
     def order(self) -> tuple[int, ...]:
         """For each dimension of a part, its number in `dims`, parts not counted: outputs come before inputs."""
         own = range(len(self.shapes[0]))
-        if self.axes.role is not Role.WEIGHT or self.layout == "alternating":
+        if self.axes.role is not Role.WEIGHT or self.layout in _AS_OURS:
             return tuple(own)
         first, cut = self.split
         return tuple(int(dim) for dim in np.argsort((*own[:first], *own[cut:], *own[first:cut])))
@@ -140,7 +142,7 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
             if ("{layer}" in row.name) != (layer is not None) or paths[0] not in table:
                 continue
             axes, shape = table[paths[0]]
-            apart = () if row.layout in ("of_experts", "alternating") else axes.stacked[1:]
+            apart = () if row.layout in ("of_experts", *_AS_OURS) else axes.stacked[1:]
             shapes = tuple(table[path][1][len(at) + len(apart) :] for path in paths)
             sizes = shape[len(at) : len(at) + len(apart)] if "{expert}" in row.name else (1,) * len(apart)
             for index in np.ndindex(sizes):
@@ -175,8 +177,11 @@ def count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor is" if len(names) == 1 else f"{len(names)} tensors are"
 
 
-def list_names(names: Sequence[str]) -> str:
-    """Return names in one line. Names that differ only by layer and expert numbers become one, with their count."""
+def list_names(names: Iterable[str], most: int = _MOST_NAMES) -> str:
+    """Return names in one line. Names that differ only by layer and expert numbers become one, with their count.
+
+    At most `most` of these are named.
+    """
     alike: dict[tuple[str | None, ...], list[list[str]]] = {}
     for name in sorted(names):
         parts = name.split(".")
@@ -188,8 +193,8 @@ def list_names(names: Sequence[str]) -> str:
         columns = zip(pattern, zip(*group, strict=True), strict=True)
         text = ".".join(_range(column) if part is None else part for part, column in columns)
         shown.append(show(text)[:200] + (f" ({len(group)})" if len(group) > 1 else ""))
-    more = [f"and {len(shown) - _MOST_NAMES} more"] if len(shown) > _MOST_NAMES else []
-    return ", ".join(shown[:_MOST_NAMES] + more)
+    more = [f"and {len(shown) - most} more"] if len(shown) > most else []
+    return ", ".join(shown[:most] + more)
 
 
 def _range(numbers: Sequence[str]) -> str:

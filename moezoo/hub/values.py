@@ -1,6 +1,7 @@
 """The numbers of a model's tensors, read one tensor at a time from wherever they are."""
 
 import abc
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from moezoo.hub.formats.base import Format
 from moezoo.hub.holdings import FewBits as InFewBits
-from moezoo.hub.holdings import Holding
+from moezoo.hub.holdings import Holding, read_part
 from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.models.base import LanguageModel
 from moezoo.nn.few_bits import FewBits
@@ -99,6 +100,12 @@ class FolderValues(Values):
             if isinstance(holding, InFewBits):
                 few = holding.few
                 self._stored |= {each.parts: (holding, each.name) for each in (few.kept_values, few.kept_scale)}
+        # For tensors of other parts or layouts than any here, as where another folder has experts in other forms.
+        self._of_layer: dict[Any, list[Holding]] = {}
+        kept = ((parts, holding) for parts, (holding, _) in self._stored.items())
+        for parts, holding in itertools.chain(self._holdings.items(), kept):
+            for path, index in parts:
+                self._of_layer.setdefault((path, index[:1]), []).append(holding)
 
     def has(self, tensor: Tensor) -> bool:
         return all(path in self._arrays for path, _ in tensor.parts)
@@ -109,11 +116,17 @@ class FolderValues(Values):
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         if found := self._stored.get(tensor.parts):
             return found[0].files.stored_dtype(found[1])
-        return self._holdings[tensor.parts].stored_dtype
+        path, index = tensor.parts[0]
+        return self._holdings.get(tensor.parts, self._of_layer[path, index[:1]][0]).stored_dtype
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         if process != jax.process_index():
             return None
         if found := self._stored.get(tensor.parts):
             return found[0].read_stored(found[1])
-        return self._holdings[tensor.parts].read(self.dtype(tensor))
+        holding = self._holdings.get(tensor.parts)
+        if holding is not None and holding.plain.layout == tensor.layout:
+            return holding.read(self.dtype(tensor))
+        parts = ((path, self._arrays[path].shape, index) for path, index in tensor.parts)
+        dtype = self.dtype(tensor)
+        return tensor.to_file([read_part(self._of_layer[part[0], part[2][:1]], *part, dtype) for part in parts])

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,15 @@ from moezoo.typed import show
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _LONGEST = 255  # characters of a file's name
+# Files in which models are too, by the ends of their names, and how they become safetensors.
+_SAVE = "AutoModelForCausalLM.from_pretrained"
+_OTHERS = {
+    "adapter_model.safetensors": "it is an adapter: name the folder of its base, and this one with adapter=",
+    ".safetensors": f"download {INDEX} or {SINGLE} too",
+    ".gguf": f"convert it with transformers: {_SAVE}(FOLDER, gguf_file=NAME).save_pretrained(NEW)",
+    ".bin": f"convert it with transformers: {_SAVE}(FOLDER).save_pretrained(NEW)",
+    (".pt", ".pth"): f"convert it: safetensors.torch.save_file(torch.load(NAME, weights_only=True), '{SINGLE}')",
+}
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
@@ -59,13 +68,25 @@ def common_dtype(counts: Iterable[tuple[np.dtype, int]]) -> np.dtype:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
+def describe_others(folder: Path) -> str:
+    """Return the end of a message about a folder without safetensors: another file of weights, and what to do."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    usual = SINGLE in names or INDEX in names
+    for end, advice in _OTHERS.items():
+        if not usual and (name := next((name for name in names if name.endswith(end)), None)):
+            return f"; there is {show(name)}: {advice}"
+    return ""
+
+
 class WeightFiles:
     """The tensors of a folder, in one file or in the files that an index names.
 
     The files stay open, and nothing of them is mapped: pages of a mapped file count as memory of the process.
 
     Attributes:
+        folder: The folder.
         tensors: All tensors by name, as the headers of the files describe them.
+        names: The names that those have in the files which `rename` has given other ones.
         metadata: The entries of the headers that describe no tensor.
 
     Raises:
@@ -74,8 +95,9 @@ class WeightFiles:
 
     def __init__(self, folder: Path, single: str | None = None):
         """Open the files of a folder, or the one that `single` names."""
-        self._folder, self._open = folder, dict[Path, _Open]()
+        self.folder, self._open = folder, dict[Path, _Open]()
         self.metadata: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
         weakref.finalize(self, _close, self._open)
         if single is not None:
             self.tensors = self._read_header(folder / single)
@@ -92,7 +114,8 @@ class WeightFiles:
         elif (folder / SINGLE).exists():
             self.tensors = self._read_header(folder / SINGLE)
         else:
-            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors are read")
+            others = describe_others(folder)
+            raise UserError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors are read{others}")
         if not self.tensors:
             raise UserError(f"{folder}: the safetensors hold no tensor; download the folder again")
 
@@ -119,6 +142,11 @@ class WeightFiles:
             for name, about in entries.items()
         }
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call the tensors otherwise from now on. `names`: their names by the new ones."""
+        self.names |= {new: name for new, name in names.items() if new != name}
+        self.tensors = {new: self.tensors[name] for new, name in names.items()}
+
     def samples(self, count: int = 32, size: int = 4096) -> Iterator[bytes]:
         """Yield `count` blocks of `size` bytes of each file, evenly spaced, in the order of their names.
 
@@ -141,11 +169,11 @@ class WeightFiles:
         _, dtype, found, _ = self.tensors[name]
         if found != shape:
             raise UserError(
-                f"{self._folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
+                f"{self.folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
                 "the two files belong to different models"
             )
         if dtype not in kinds:
-            raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(kinds)}; convert it first")
+            raise UserError(f"{self.folder}: {name} is {dtype}, expected {', '.join(kinds)}; convert it first")
 
     def stored_dtype(self, name: str) -> np.dtype:
         """Return the dtype in which a tensor is stored, after `check`."""

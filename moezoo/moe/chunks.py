@@ -13,7 +13,6 @@ from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched, Gather, Replic
 from moezoo.moe.experts import Experts
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary_like
 from moezoo.parallel.dispatch import ExpertGroup
-from moezoo.parallel.dropout import read_numbers, take_numbers
 from moezoo.parallel.mesh_execution import MeshExecution
 
 
@@ -66,13 +65,11 @@ def run_experts(
 
     def finish(there: Dispatched, *awaited: Array | None) -> Float[Array, "chunk embed"]:
         with jax.named_scope("experts"):
-            arrived, ready = read_numbers(there.tokens, experts)
-            sums = ready(arrived, there.gates, there.plan, implementation=order, keep=keep)
+            sums = experts(there.tokens, there.gates, there.plan, implementation=order, keep=keep)
         sums = _after(sums, *awaited)
         with jax.named_scope("combine"):
             return strategy.combine(sums, there.state, group)
 
-    tokens = take_numbers(tokens, experts)
     bounds = itertools.pairwise([0, *itertools.accumulate(strategy.chunk_sizes(tokens.shape[0]))])
     first, *later = [[x[start:end] for x in (tokens, *assignment)] for start, end in bounds]
     there, back = send(*first), []

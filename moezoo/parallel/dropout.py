@@ -1,7 +1,7 @@
 """Dropout (Srivastava et al., 2014) whose masks depend on no mesh, and are the same when a layer is computed again.
 
-What is dropped for a token follows from a key, the token's number and the number of the input alone. So a token that
-moves to other devices takes its number along, in columns behind its activations: four bytes, each of which every
+What is dropped for a token follows from a key, the token's number and the number of the input alone. So a latent that
+moves to other devices takes the number of its token along, in columns behind it: four bytes, each of which every
 floating-point dtype holds exactly.
 """
 

@@ -78,7 +78,8 @@ class LowRank(Composed):
 
     def product(self, x: Float[Array, "..."], inputs: int, dtype: DTypeLike) -> Float[Array, "..."]:
         """See `Stored.product`."""
-        thin = self._scaled(multiply(self._dropped(x), self.a, inputs, jnp.float32), x.dtype)
+        dropped = x if self.dropout is None else self.dropout(x)
+        thin = self._scaled(multiply(dropped, self.a, inputs, jnp.float32), x.dtype)
         return multiply(x, self.base, inputs, dtype) + multiply(thin, self.b, 1, dtype)
 
     def contraction(self, equation: str, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -98,7 +99,7 @@ class LowRank(Composed):
         self, rows: Float[Array, "rows inputs"], multiply: Callable[[Array, Any], Array]
     ) -> Float[Array, "rows outputs"]:
         """See `Composed.group_product`."""
-        thin = self._scaled(multiply(self._dropped(rows), self.a), rows.dtype)
+        thin = self._scaled(multiply(rows, self.a), rows.dtype)
         return multiply(rows, self.base) + multiply(thin, self.b)
 
     def operand(self, dtype: DTypeLike) -> "LowRank":
@@ -128,12 +129,17 @@ class LowRank(Composed):
         scale = self.scale if self.dropout is None else self.scale / self.dropout.kept
         return (x.astype(jnp.float32) * scale).astype(dtype)
 
-    def _dropped(self, x: Array) -> Array:
-        return x if self.dropout is None else self.dropout(x)
+
+def drops(axes: Axes) -> bool:
+    """Return whether dropout is for the pair of a weight with these axes: it is not for those of experts.
+
+    Their rows are copies of tokens on other devices, which would have to bring the numbers of their tokens along.
+    """
+    return {*axes.stacked} <= {"layer"}
 
 
 def with_dropout(gathered: Any, module: Any, dropout: Dropout | None, first: Callable[[str, int], Array | int]) -> Any:
-    """Return the weights of a layer with `dropout` of what each pair reads.
+    """Return the weights of a layer with `dropout` of what each pair reads that drops.
 
     Args:
         gathered: The weights, gathered.
@@ -143,12 +149,12 @@ def with_dropout(gathered: Any, module: Any, dropout: Dropout | None, first: Cal
     """
     if dropout is None:
         return gathered
-    inputs = {path: pair.a.inputs for path, pair in pairs_by_path(axes_of(module))}
+    inputs = {path: pair.a.inputs for path, pair in pairs_by_path(axes_of(module)) if drops(pair.a)}
 
     def put(path: Any, x: Any) -> Any:
-        if not is_low_rank(x):
-            return x
         name = jax.tree_util.keystr(path)
+        if name not in inputs:
+            return x
         own = dropout.of(zlib.crc32(name.encode()))
         size = math.prod(x.a.shape[-1 - x.inputs : -1])
         return dataclasses.replace(x, dropout=Dropout(own.rate, own.key, own.token, first(inputs[name][0], size)))

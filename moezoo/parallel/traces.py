@@ -5,7 +5,6 @@ Dead code is removed before a program is read, in inner programs too.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import partial_eval
 
-from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.traffic import Phase, Row, Traffic, TrafficTable, received_bytes
 
@@ -175,12 +173,3 @@ def collective_traffic(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Tra
         each = received_bytes(name, given, math.prod(mesh.get(axis, 1) for axis in axes))
         table.add(Row(found.scope, found.phase, name, axes), Traffic(times, times * each))
     return table
-
-
-def count_collectives(jaxpr: ClosedJaxpr | Jaxpr, platform: str = "tpu") -> Counter[tuple[str, MeshAxes]]:
-    """Count how often each collective of a traced program runs, by (collective, mesh axes).
-
-    Arguments and errors are those of `collective_traffic`.
-    """
-    found = collective_traffic(jaxpr, platform).by("collective", "axes")
-    return Counter({(kind, axes): traffic.count for (kind, axes), traffic in found.items()})

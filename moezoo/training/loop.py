@@ -1,13 +1,13 @@
 """The steps of a run, and what happens between them: logging, evaluation, checkpoints, and stopping."""
 
 import collections
+import contextlib
 import dataclasses
-import itertools
 import signal
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
-from moezoo.data import Source
+from moezoo.data import Batch, Source
 from moezoo.data.epochs import Epochs
 from moezoo.data.stream import Batches
 from moezoo.errors import UserError
@@ -68,17 +68,27 @@ class _Asked(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Spent:
-    """Seconds since the last row: for reading data and placing it on devices, for steps, and for saves."""
+class _SinceRow:
+    """Steps and tokens since the last row; seconds for reading data and placing it on devices, for steps, for saves."""
 
+    steps: int = 0
+    tokens: int = 0
     waiting: float = 0.0
     computing: float = 0.0
     saving: float = 0.0
 
-    def figures(self, steps: int, tokens: int) -> MetricsRow:
-        """Return the figures of a row after `steps` steps with `tokens` tokens."""
-        means = {f"seconds_{name}": value / steps for name, value in vars(self).items()}
-        return {"tokens_per_second": tokens / (self.waiting + self.computing), **means}
+    @contextlib.contextmanager
+    def spent(self, what: Literal["waiting", "computing", "saving"]) -> Iterator[None]:
+        """Add the seconds that the block takes to those of `what`."""
+        began = time.perf_counter()
+        yield
+        setattr(self, what, getattr(self, what) + time.perf_counter() - began)
+
+    def figures(self) -> MetricsRow:
+        """Return the figures of a row."""
+        seconds = {name: getattr(self, name) for name in ("waiting", "computing", "saving")}
+        means = {f"seconds_{name}": value / self.steps for name, value in seconds.items()}
+        return {"tokens_per_second": self.tokens / (self.waiting + self.computing), **means}
 
 
 class _Interrupted(Exception):  # noqa: N818  (it is not an error)
@@ -116,7 +126,8 @@ class Loop:
         self._mesh = execution.mesh
         self.loads: list[np.ndarray] = []
         self._epochs, self.seen, self.validations = epochs, collections.Counter(seen), validations
-        self._source, self._clock, self._saved_at = source, clock, 0.0
+        self._source, self._clock, self._saved_at, self._is_due = source, clock, 0.0, False
+        self._since = _SinceRow()
         self._lost = np.zeros(2, np.int64)
         self._evaluator = Evaluator(step.blueprint.shapes, source, cfg, execution)
 
@@ -130,73 +141,26 @@ class Loop:
                 In a command, a signal before the first step ends the process.
             UserError: A checkpoint cannot be written, or too many steps in a row are skipped.
         """
-        cfg, final = self.cfg, self.cfg.last_step
-        self._batches = batches
+        self._batches, self._signals = batches, signals
         check_shardings(state, self.step.state_shardings)
-        if start == final:
-            return state, self._evaluate_only(state, signals)
-        compiled = self._compile()
-        tokens, since, spent = 0, start, _Spent()
-        evaluation, due = None, False
+        if start == self.cfg.last_step:
+            return state, self._evaluate_only(state)
+        compiled, evaluation, number = self._compile(), None, start
         self._saved_at = self._clock()
-        with (
-            signals.awaiting(),
-            self._progress(start) as progress,
-            Waiting(self._mesh, progress.print) as waiting,
-            self._profiler(compiled, progress) as profiler,
-        ):
-            if start == 0 and cfg.is_evaluated(0) and self.validations == Validations():
-                self._evaluate_first(state, signals, progress, waiting)
-            number = start
-            goes_on = lambda _: not self.validations.exhaust(cfg.eval_patience)  # noqa: E731
-            numbers = itertools.takewhile(goes_on, range(start + 1, final + 1))
-            for number in profiler.follow(numbers):
-                asked = _Asked(signals.number, self._is_save_due()).agree()
-                if asked.signal:
-                    self._stop(number - 1, state, asked.signal)
-                due |= asked.save
-                began = time.perf_counter()
-                micro = [next(batches) for _ in range(cfg.micro_batches)]
-                batch = self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
-                read = time.perf_counter()
-                with profiler.step(), waiting.on(f"step {number}"):
+        with signals.awaiting(), self._watched(start), self._profiler(compiled) as profiler:
+            if start == 0 and self.cfg.is_evaluated(0) and self.validations == Validations():
+                self._evaluate_first(state)
+            for number in profiler.follow(self._numbers(start)):
+                self._stop_if_asked(number - 1, state)
+                batch = self._read()
+                with self._since.spent("computing"), profiler.step(), self._waiting.on(f"step {number}"):
                     state, metrics = compiled(state, batch)
                     # One step in flight: on the CPU, collectives of several can wait for each other forever (jax 0.10).
                     jax.block_until_ready(metrics)
-                spent.waiting += read - began
-                spent.computing += (done := time.perf_counter()) - read
-                # A save runs during one step. That step is logged only after the save is complete, so a killed run
-                # loses no more steps than there are between two saves, and a failed save ends the run immediately.
-                self.checkpoints.wait()
-                spent.saving += time.perf_counter() - done
-                tokens += cfg.batch_size * cfg.seq_len
-                self.seen.update(
-                    self._epochs.by_source(np.arange((number - 1) * cfg.batch_size, number * cfg.batch_size))
-                )
-                progress.step(number)
-                self._check_skipped(number, metrics, progress)
-                if start == 0:
-                    self._check_rounding(number, metrics, progress, last=number == final)
-                evaluate, gain = cfg.is_evaluated(number), False
-                if evaluate:
-                    evaluation = self._evaluate(state.model, signals, progress, waiting)
-                    gain = self._count(number, evaluation)
-                last = number == final or self.validations.exhaust(cfg.eval_patience)
-                logged = cfg.log_every > 0 and number % cfg.log_every == 0
-                if logged or evaluate or number == 1:
-                    row = _row(number, metrics, evaluation if evaluate else None, self.seen)
-                    row |= spent.figures(number - since, tokens) | {"peak_bytes": peak_bytes(self._mesh)}
-                    self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
-                    for writer in (*self.writers, progress):
-                        writer.row(row, self.loads[-1])
-                    tokens, since, spent = 0, number, _Spent()
-                due |= cfg.checkpoint_every > 0 and number % cfg.checkpoint_every == 0
-                # While steps are skipped the state may be the reason, so it is not saved unless it is the best.
-                if last or gain or (due and not int(metrics.skipped_in_a_row)):
-                    began = time.perf_counter()
-                    self._save(number, state)
-                    spent.saving += time.perf_counter() - began
-                    due = False
+                self._count_step(number, metrics, is_new=start == 0)
+                evaluation = self._evaluate_if_due(number, state)
+                self._log_if_due(number, metrics, evaluation)
+                self._save_if_due(number, metrics, state)
             self.checkpoints.wait()
             # A signal during the last step or its save also ends the run.
             if asked := distributed.largest(signals.number):
@@ -204,59 +168,128 @@ class Loop:
         assert evaluation is not None
         return state, evaluation
 
-    def _evaluate_only(self, state: State, signals: Signals) -> Evaluation:
+    def _numbers(self, start: int) -> Iterator[int]:
+        """Yield the numbers of the steps after `start`, as long as `eval_patience` lasts."""
+        for number in range(start + 1, self.cfg.last_step + 1):
+            if self.validations.exhaust(self.cfg.eval_patience):
+                return
+            yield number
+
+    def _is_last(self, number: int) -> bool:
+        return number == self.cfg.last_step or self.validations.exhaust(self.cfg.eval_patience)
+
+    @contextlib.contextmanager
+    def _watched(self, start: int) -> Iterator[None]:
+        """While the block runs, show the progress of the run, and what it waits for."""
+        layers, bound = layers_with_experts(self.step.blueprint.shapes.stacks), self.cfg.dispatch.bound
+        progress = Progress(start, self.cfg.last_step, bound=bound, layers=layers, watch=self.cfg.watch)
+        with progress as self._progress, Waiting(self._mesh, progress.print) as self._waiting:
+            yield
+
+    def _profiler(self, compiled: CompiledStep) -> Profiler:
+        folder, report_line = self.checkpoints.folder.parent, self._progress.print
+        return Profiler(self.cfg.profile, folder, compiled.program, self._mesh, report_line)
+
+    def _stop_if_asked(self, done: int, state: State) -> None:
+        """Raise `Stopped` after step `done` if a signal came to a process; note whether a save is due by the clock."""
+        asked = _Asked(self._signals.number, self._is_save_due()).agree()
+        if asked.signal:
+            self._stop(done, state, asked.signal)
+        self._is_due |= asked.save
+
+    def _read(self) -> Batch:
+        """Return the next batch, on the devices."""
+        with self._since.spent("waiting"):
+            micro = [next(self._batches) for _ in range(self.cfg.micro_batches)]
+            return self._feed(jax.tree.map(lambda *x: np.stack(x), *micro))
+
+    def _count_step(self, number: int, metrics: Metrics, *, is_new: bool) -> None:
+        """Count a step that is done; `is_new` says whether the run began with step 1."""
+        # A save runs during one step. That step is logged only after the save is complete, so a killed run loses no
+        # more steps than there are between two saves, and a failed save ends the run immediately.
+        with self._since.spent("saving"):
+            self.checkpoints.wait()
+        rows = self.cfg.batch_size
+        self._since.steps += 1
+        self._since.tokens += rows * self.cfg.seq_len
+        self.seen.update(self._epochs.by_source(np.arange((number - 1) * rows, number * rows)))
+        self._progress.step(number)
+        self._check_skipped(number, metrics)
+        if is_new:
+            self._check_rounding(number, metrics)
+
+    def _evaluate_if_due(self, number: int, state: State) -> Evaluation | None:
+        """Evaluate after a step, as configured; return None otherwise, and if a signal comes meanwhile."""
+        if not self.cfg.is_evaluated(number):
+            return None
+        found = self._evaluate(state.model)
+        self._count(number, found)
+        return found
+
+    def _log_if_due(self, number: int, metrics: Metrics, evaluation: Evaluation | None) -> None:
+        """Log a row after a step, as configured."""
+        logged = self.cfg.log_every > 0 and number % self.cfg.log_every == 0
+        if not (logged or number == 1 or self.cfg.is_evaluated(number)):
+            return
+        row = _row(number, metrics, evaluation, self.seen)
+        row |= self._since.figures() | {"peak_bytes": peak_bytes(self._mesh)}
+        self.loads = [*self.loads, np.asarray(metrics.load)][-_LOAD_ROWS:]
+        self._write(row, self.loads[-1])
+        self._since = _SinceRow()
+
+    def _save_if_due(self, number: int, metrics: Metrics, state: State) -> None:
+        """Start a save after a step: by the clock, as configured, of the best validation, and of the last step."""
+        self._is_due |= self.cfg.checkpoint_every > 0 and number % self.cfg.checkpoint_every == 0
+        is_best = self.validations.step == number
+        # While steps are skipped the state may be the reason, so it is not saved unless it is the best.
+        if self._is_last(number) or is_best or (self._is_due and not int(metrics.skipped_in_a_row)):
+            with self._since.spent("saving"):
+                self._save(number, state)
+            self._is_due = False
+
+    def _write(self, row: MetricsRow, load: np.ndarray | None) -> None:
+        for writer in (*self.writers, self._progress):
+            writer.row(row, load)
+
+    def _evaluate_only(self, state: State) -> Evaluation:
         """Evaluate and save the state of a run without steps."""
-        with signals.awaiting(), self._progress(0) as progress, Waiting(self._mesh, progress.print) as waiting:
-            found = self._evaluate_first(state, signals, progress, waiting)
+        with self._signals.awaiting(), self._watched(0):
+            found = self._evaluate_first(state)
             if found is not None:
                 self._save(0, state)
                 self.checkpoints.wait()
-            if asked := distributed.largest(signals.number):
+            if asked := distributed.largest(self._signals.number):
                 self._stop(0, state, asked)
         assert found is not None
         return found
 
-    def _evaluate_first(
-        self, state: State, signals: Signals, progress: Progress, waiting: Waiting
-    ) -> Evaluation | None:
+    def _evaluate_first(self, state: State) -> Evaluation | None:
         """Evaluate before the first step, log a row of that alone, and save a state that is the best."""
-        found = self._evaluate(state.model, signals, progress, waiting)
+        found = self._evaluate(state.model)
         if found is not None:
-            row = {"step": 0, "time": time.time(), **_validation(found)}
-            for writer in (*self.writers, progress):
-                writer.row(row, None)
-        if self._count(0, found):
+            self._write({"step": 0, "time": time.time(), **_validation(found)}, None)
+        self._count(0, found)
+        if self.validations.step == 0:
             self._save(0, state)
         return found
 
-    def _count(self, number: int, evaluation: Evaluation | None) -> bool:
-        """Count an evaluation, unless a signal cut it off; return whether it is the best so far."""
-        if evaluation is None:
-            return False
-        self.validations = self.validations.after(number, evaluation.loss)
-        return self.validations.step == number
+    def _count(self, number: int, evaluation: Evaluation | None) -> None:
+        """Count an evaluation, unless a signal cut it off."""
+        if evaluation is not None:
+            self.validations = self.validations.after(number, evaluation.loss)
 
-    def _progress(self, start: int) -> Progress:
-        layers = layers_with_experts(self.step.blueprint.shapes.stacks)
-        return Progress(start, self.cfg.last_step, bound=self.cfg.dispatch.bound, layers=layers, watch=self.cfg.watch)
-
-    def _profiler(self, compiled: CompiledStep, progress: Progress) -> Profiler:
-        return Profiler(self.cfg.profile, self.checkpoints.folder.parent, compiled.program, self._mesh, progress.print)
-
-    def _evaluate(
-        self, model: LanguageModel, signals: Signals, progress: Progress, waiting: Waiting
-    ) -> Evaluation | None:
+    def _evaluate(self, model: LanguageModel) -> Evaluation | None:
         """Evaluate; return None if a signal comes before the last batch is computed. The run then stops as usual."""
 
         def on_batch(done: int, total: int) -> None:
             compiling = " and its compilation" if done == 0 else ""
-            waiting.begin(f"batch {done + 1} of {total} of an evaluation{compiling}")
-            progress.batches(done, total)
-            if done < total and distributed.largest(signals.number):
+            self._waiting.begin(f"batch {done + 1} of {total} of an evaluation{compiling}")
+            self._progress.batches(done, total)
+            if done < total and distributed.largest(self._signals.number):
                 raise _Interrupted
 
         try:
-            with waiting.on("an evaluation"):
+            with self._waiting.on("an evaluation"):
                 return self._evaluator(model, on_batch)
         except _Interrupted:
             return None
@@ -308,13 +341,13 @@ class Loop:
         about = describe_run(self.cfg, loader, record_data(self._source))
         self.checkpoints.save(number, trees, about, best=self.validations.step)
 
-    def _check_skipped(self, number: int, metrics: Metrics, progress: Progress) -> None:
+    def _check_skipped(self, number: int, metrics: Metrics) -> None:
         """Report a skipped step; raise `UserError` after too many in a row."""
         in_a_row = int(metrics.skipped_in_a_row)
         if in_a_row == 0:
             return
         loss, norm = float(metrics.loss), float(metrics.gradient_norm)
-        progress.report_skipped(number, loss, norm)
+        self._progress.report_skipped(number, loss, norm)
         if in_a_row >= self.cfg.guard.patience:
             self.checkpoints.wait()
             have = steps(self.checkpoints.folder)
@@ -324,15 +357,15 @@ class Loop:
                 f"{norm:.4g}); {how} with a lower learning rate, or with other limits in guard"
             )
 
-    def _check_rounding(self, done: int, metrics: Metrics, progress: Progress, *, last: bool) -> None:
+    def _check_rounding(self, done: int, metrics: Metrics) -> None:
         """After the first steps, of which `done` are done, say if rounding undid most changes of parameters."""
         if metrics.lost is None or done > COUNTED_STEPS:
             return
         self._lost += as_counts(metrics.lost)
         changed, lost = self._lost.tolist()
-        if (done == COUNTED_STEPS or last) and 2 * lost > changed:
+        if (done == COUNTED_STEPS or done == self.cfg.last_step) and 2 * lost > changed:
             now, then = (in_units(sum(each.values())) for each in (self.step.memory, self.step.memory_in("float32")))
-            progress.print(
+            self._progress.print(
                 f"warning: rounding to {self.cfg.execution.param_dtype} undid {lost / changed:.0%} of the changes that "
                 f"the first {counted(done, 'step')} made to parameters; a new run with execution.param_dtype=float32 "
                 f"keeps them, with {then} of parameters, gradients and optimizer state per device in place of {now}"

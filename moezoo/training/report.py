@@ -31,7 +31,7 @@ from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
-from moezoo.parallel.low_rank import is_low_rank
+from moezoo.parallel.low_rank import drops, is_low_rank
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
@@ -256,9 +256,13 @@ def _adapter_rows(blueprint: Blueprint, pairs: Sequence[tuple[str, int, int]]) -
         ranks.setdefault((pair.rank, pair.scale), []).append(entry)
     for (rank, scale), entries in ranks.items():
         paths, counts, sizes = zip(*entries, strict=True)
-        drops = f", dropout {blueprint.adapter.dropout:g}" * bool(blueprint.adapter.dropout)
-        how = f"rank {rank}, scale {scale:.4g}{drops}"
+        how = f"rank {rank}, scale {scale:.4g}"
         yield "adapter", f"{how}: {sum(counts):,} parameters, {in_units(sum(sizes))}: {short_names(paths)}"
+    if rate := blueprint.adapter.dropout:
+        table = {path: drops(axes) for path, axes, _ in parameter_table(blueprint.shapes)}
+        named = [[path for path, *_ in pairs if table[path] is which] for which in (True, False)]
+        others = f"; those of {short_names(named[1])} drop nothing" * bool(named[1])
+        yield "adapter", f"dropout {rate:g} of what the pairs of {short_names(named[0])} read{others}"
     if unread := describe_peers(blueprint.shapes):
         yield "adapter", unread
 

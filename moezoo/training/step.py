@@ -263,9 +263,9 @@ class Step:
     def _local(self, state: State, batch: Batch, pace: Pace) -> tuple[State, Metrics]:
         execution, optimizer = self.execution, self.optimizer
         placements = eqx.filter(self.placements.model, self.trained)
-        dropout, rate = None, self.blueprint.adapter.dropout
-        if rate:
-            dropout = Dropout.start(rate, self._seed, state.step, execution.token_numbers(*batch.tokens.shape[1:]))
+        dropout, drop_rate = None, self.blueprint.adapter.dropout
+        if drop_rate:
+            dropout = Dropout.start(drop_rate, self._seed, state.step, execution.token_numbers(*batch.tokens.shape[1:]))
         gradients, sums, predicted = gradients_of(state.model, batch, self.trained, placements, execution, dropout)
         parameters, buffers = eqx.partition(state.model, self.trained)
         norm = global_norm(gradients, placements, execution.live_axes)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from refusals import refused
+from training_runs import steps_only
 
 import moezoo
 from moezoo.cli import evaluate, train
@@ -33,7 +34,7 @@ def run(folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "one"
     words = (f"init_from={folder}", "adapter=lora", "adapter.rank=2", "adapter.alpha=64", "steps=2", "eval_every=0")
     words += ("adapter.targets=['*.experts.gate', attention]", "mesh.expert=2", "optimizer.learning_rate=1.0")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, steps_only():
         lines: list[str] = []
         patch.setattr("moezoo.training.report.print_lines", lambda rows: lines.extend(": ".join(row) for row in rows))
         train.main([*TEXT, *words, f"run_dir={path}"])

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from record_forms import ASKED, BRIEF, SAID
 from refusals import refused
 
@@ -20,10 +19,3 @@ def test_a_history_is_read_as_the_data_of_the_run(tmp_path):
         begin_chat(str(path), None, {}, field="talk", roles={})
     path.write_text(json.dumps([{"question": "1+2?", "answer": "3"}]))
     assert begin_chat(str(path), None, {}, field="messages", roles={}).messages == [ASKED, SAID]
-
-
-@pytest.mark.parametrize(("records", "what"), [([], "no chat"), ([[ASKED], [ASKED]], "several chats")])
-def test_a_history_has_one_chat(tmp_path, records, what):
-    (tmp_path / "history.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    with refused(f"history={tmp_path}/history.jsonl has {what}; give a file with one"):
-        begin_chat(str(tmp_path / "history.jsonl"), None, {}, field="messages", roles={})

@@ -108,25 +108,6 @@ def test_cfg_prints_the_configuration(call, saved, tmp_path, arguments):
     assert read_yaml(tmp_path / "config.yaml") == {**saved, "steps": 3, "seed": 9}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["-m", "mesh=ep8,single"], ["error: -m: ", "--help, --cfg job", "loop", "moezoo count mesh=$m"]),
-        (["--multirun"], ["error: --multirun: ", "--help, --cfg job", "loop"]),
-        (["steps=3", "--steps=3"], ["error: --steps=3: ", "no dashes", "write steps="]),
-        (["-"], ["error: -: "]),
-        (["--cfg", "hydra"], ["error: --cfg hydra: expected --cfg job"]),
-        (["--cfg=all"], ["error: --cfg all: expected --cfg job"]),
-        (["--cfg", "job", "steps=abc"], ["error: steps=abc: expected a whole number"]),
-    ],
-)
-def test_refuses_in_one_line(call, arguments, parts):
-    code, out, err = call(*arguments)
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert [part for part in parts if part not in err] == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Sheep:
     legs: int = key("legs of each sheep", default=4, valid=Range(at_least=1))

@@ -269,39 +269,16 @@ def test_the_tokenizer_of_a_runs_data(run, tmp_path, console):
     assert not (tmp_path / "without" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["{run}"], "target is missing; write target=TARGET"),
-        (["{run}", "a", "b"], "b: expected KEY=VALUE after source and target"),
-        (["{run}", "a", "dtype=int8"], "dtype=int8: expected one of float32, bfloat16, float16"),
-        (["{run}", "a", "dtyp=int8"], "dtyp: there is no key 'dtyp'; did you mean 'dtype'?"),
-        (["{run}", "a", "max_shard_size=5G"], 'max_shard_size=5G: expected bytes, or a size such as "5GB"'),
-        (["{folder}", "a", "max_shard_size=5GB"], "max_shard_size=5GB: the files are those of {folder}; leave it out"),
-        (["{run}", "a", "like=b"], "b: there is no such folder; name a Hugging Face model folder"),
-        (["{run}", "{folder}"], "{folder} exists; name a new folder"),
-        (["{run}/checkpoints/7", "a"], "source={run}/checkpoints/7: no such checkpoint; there are 1"),
-        (["a=b/c", "a"], "a: there is no key 'a'"),
-        (["./none", "a"], "./none: there is no such folder; name a run or a Hugging Face folder\n"),
-        (["org/name", "a"], "org/name: there is no such folder; name a run or a Hugging Face folder; a model of this"),
-        ([".", "a"], ".: neither a run (config.yaml is missing) nor a Hugging Face folder (config.json"),
-    ],
-)
-def test_refusals(run, folder, tmp_path, console, arguments, line):
-    words = {"run": run, "folder": folder}
-    code, out, err = console("convert", *(argument.format(**words) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {line.format(**words)}")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_damaged_checkpoint_is_refused(run, tmp_path):
+def test_checkpoints_that_are_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     largest = max((tmp_path / "run" / "checkpoints" / "1" / "model").rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-1])
     with refused(f"{tmp_path}/run/checkpoints/1 is damaged"):
         plan_export(str(tmp_path / "run"), "new")
+    with refused(f"source={run}/checkpoints/7: no such checkpoint; there are 1"):
+        plan_export(f"{run}/checkpoints/7", "new")
+    with refused('max_shard_size=5G: expected bytes, or a size such as "5GB"'):
+        plan_export(str(run), "new", max_shard_size="5G")
 
 
 def test_strategies_of_the_users_own_have_no_part_in_it(run, tmp_path):

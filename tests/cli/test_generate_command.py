@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from refusals import refused
+from training_runs import steps_only
 
 import moezoo
 from moezoo import host
@@ -37,7 +38,8 @@ def folder(tmp_path_factory):
 def run(tmp_path_factory, small_run):
     """A run of one step on token ids without a tokenizer."""
     folder = tmp_path_factory.mktemp("run") / "one"
-    return moezoo.train(moezoo.compose(*small_run, "dispatch=gather", f"run_dir={folder}"))
+    with steps_only():
+        return moezoo.train(moezoo.compose(*small_run, "dispatch=gather", f"run_dir={folder}"))
 
 
 def test_prompts_of_different_lengths(folder, capsys):
@@ -84,11 +86,6 @@ def test_a_runs_model_draws_tokens_of_its_data_by_seed(run):
         )
         assert text == " ".join(map(str, same[0]))
     assert texts[0] != texts[1]
-
-
-def test_a_run_without_a_template(run):
-    with refused("chat= needs a run on data=chat, which has a template; write prompt=TEXT, or name a folder"):
-        continuations([f"run_dir={run.folder}", "chat=1"])
 
 
 def test_a_tokenizer_of_the_folder(folder, tmp_path):
@@ -258,50 +255,6 @@ def test_a_conversation(chats, tmp_path):
     assert other.ends() == (130, ["stopped by SIGINT"], True)
 
 
-def test_chats_that_are_refused(console, chats, tmp_path):
-    """One line each; a.jsonl is the history."""
-
-    def refused_with(*arguments, a=""):
-        (tmp_path / "a.jsonl").write_text(a)
-        code, out, err = console("generate", f"folder={chats}", *arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        return err
-
-    history, answered, asked = "history=a.jsonl", record("w1", "w2", role="assistant"), record("w1")
-    for name in ("system=w1", history, "template.brief=true"):
-        key = name.partition("=")[0].partition(".")[0]
-        error = refused_with("prompt=w1", name)
-        assert f"prompt= continues a text, and {key}= is for a chat; leave one of them out" in error
-    for arguments, file, message in (
-        (["system=w1"], "", "prompt is missing; write prompt="),
-        (["chat=w1", "template=x"], "", "template=x: expected template.NAME=VALUE"),
-        (["chat=w1", "template.brif=true"], "", "has no such variable; did you mean 'brief'?"),
-        (["chat=w1", "template.reasoning_effort=low"], "", "chat_template.jinja has no such variable; leave it out"),
-        (["chat=w1", "template.messages=1"], "", "has messages, which every template has already"),
-        (["chat=w1", "history=nowhere.jsonl"], "", "history=nowhere.jsonl does not exist"),
-        (["chat=w1", history], "\n", "history=a.jsonl has no chat; give a file with one"),
-        (["chat=w1", history], f"{answered}\n{answered}", "history=a.jsonl has several chats; give a file with one"),
-        (["chat=w1", history], "{", "history=a.jsonl line 1 is not JSON (column 2"),
-        (["chat=w1", history], '{"text": "w1"}', "history=a.jsonl line 1: neither messages nor another known form"),
-        (["chat=w1", history], '{"messages": []}', "history=a.jsonl line 1: messages is empty"),
-        (["chat=w1", history], asked, "history=a.jsonl ends with a message of the user, and chat= is another; leave"),
-        (
-            [history],
-            answered,
-            "history=a.jsonl ends with a message of the assistant, which nobody answers; write chat=",
-        ),
-        (
-            ["chat=w1", history, "system=w2"],
-            record("w0", "w1", "w2", role="system").replace('"user"', '"system"'),
-            "history=a.jsonl begins with a message of the system, and system= is another; leave one of them out",
-        ),
-        (["chat=w1", "top_k=5"], "", "top_k=5 has no effect at temperature 0"),
-        (["chat=w1", "max_new_tokens=0"], "", "max_new_tokens=0 must be at least 1"),
-        (["chat=w1", "stream=later"], "", "stream=later: expected true or false"),
-    ):
-        assert message in refused_with(*arguments, a=file)
-
-
 def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
     prompt = ["prompt=1", "max_new_tokens=2"]
     loaded = moezoo.from_pretrained(folder)
@@ -316,42 +269,3 @@ def test_a_model_that_memory_cannot_hold(folder, run, monkeypatch, console):
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert what in err
         assert "this machine has 0.0 GiB" in err
-
-
-def test_the_folder_of_a_run_is_named_by_run_dir(console, tmp_path):
-    """And one of its checkpoints."""
-    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-    (tmp_path / "config.yaml").touch()
-    for run in (tmp_path, tmp_path / "checkpoints" / "2"):
-        code, out, err = console("generate", f"folder={run}", "prompt=1")
-        assert (code, out, err) == (2, "", f"error: folder={run} is the folder of a run; write run_dir={run}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prompt=1"], "name one model: run_dir=FOLDER of a run, or folder=FOLDER"),
-        (["folder={folder}", "run_dir=b", "prompt=1"], "run_dir=b and folder="),
-        (["folder={folder}"], 'prompt is missing; write prompt="some text"'),
-        (["folder={folder}", "prompt=1", "prompt="], "prompt=: expected text, found nothing; write prompt=TEXT"),
-        (["folder={folder}", "prompt= "], "prompt= : the tokenizer makes no token of it; write another text"),
-        (["folder={folder}", "prompt=@nowhere"], "prompt=@nowhere does not exist; name a UTF-8 text file"),
-        (["folder={folder}", "prompt=@{folder}/model.safetensors"], "is not UTF-8 text (byte "),
-        (["folder={folder}", "prompt=@@1"], "'@1' is not a token: "),
-        (["folder={folder}", "prompt=40"], "'40' is not a token: "),
-        (["folder={folder}", "prompt=1", "model.layers=2"], "model.layers=2: the model is "),
-        (["folder={folder}", "prompt=1", "max_new_tokens=64"], "model.max_length=64; set max_new_tokens"),
-        (["folder={folder}", "prompt=1", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
-        (["folder={folder}", "prompt=1", "mesh.expert=3"], "splits experts 3 ways but model.experts=8"),
-        (["folder={folder}/nowhere", "prompt=1"], "there is no such folder; name a Hugging Face model folder"),
-        (["folder={folder}", "prompt=1", "chat=1"], "prompt= continues a text, and chat= is for a chat; leave one"),
-        (["folder={folder}", "chat=@nowhere"], "chat=@nowhere does not exist; name a UTF-8 text file"),
-        (["run_dir={folder}", "prompt=1"], "no run there"),
-        (["run_dir={folder}", "prompt=1", "dtype=stored"], "dtype=stored: parameters of a run have the dtype"),
-    ],
-)
-def test_mistakes(console, folder, arguments, message):
-    code, out, err = console("generate", *(argument.format(folder=folder) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import pytest
+from refusals import by_table, refused
 
 from moezoo.config.options import describe_keys, describe_switches, key, take, take_switches
-from moezoo.errors import UserError
 from moezoo.typed import Range
 
 
@@ -48,37 +47,42 @@ def test_describes_its_keys():
     assert describe_keys(kind) == [("to=FILE", "x"), ("count=4", "how many"), ("named.NAME=VALUE", "y")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["count=1"], ["folder is missing; write folder=FOLDER", "where to write"]),
-        (["folder=a", "count=0"], ["count=0 must be at least 1"]),
-        (["folder=a", "count=1.5"], ["count=1.5: expected a whole number", "found a decimal number"]),
-        (["folder=a", "count=many"], ["count=many: expected a whole number", "found text"]),
-        (["folder=a", "rate=fast"], ["rate=fast: expected a number", "found text"]),
-        (["folder=a", "stop=never"], ["stop=never: expected one of eos, length", "never"]),
-        (["folder=a", "sizes=3", "sizes=0"], ["sizes=0 must be at least 1"]),
-        (["folder=a", "ways=left"], ["ways=left: expected one of up, down", "left"]),
-        (["folder=a", "prompt="], ["prompt=: expected text", "write prompt=TEXT"]),
-        (["folder=a", "count=1", "count=2"], ["count=2: count is given twice"]),
-        (["folder=a", "named=1"], ["named=1: expected named.NAME=VALUE"]),
-        (["folder=a", "named.a.b=1"], ["named.a.b=1: expected named.NAME=VALUE"]),
-        (["folder=a", "named.a=1", "named.a=2"], ["named.a=2: named.a is given twice"]),
-        (["folder=a", "named.a=[1"], ["named.a=[1: the value cannot be read; close its brackets"]),
-    ],
-)
-def test_mistakes(arguments, parts):
-    with pytest.raises(UserError) as error:
-        take(Own, arguments)
-    assert [part for part in parts if part not in str(error.value)] == []
-
-
 @dataclasses.dataclass(frozen=True)
 class Switches:
     only_names: bool = key("leave out the rest", default=False)
     sort: Literal["name", "size"] = key("the order", "name|size", default="name")
     filter: str | None = key("which", "WORD", default=None)
     depth: int = key("how deep", "N", default=2)
+
+
+@by_table(
+    """
+    words => line
+    count=1 => folder is missing; write folder=FOLDER ... where to write
+    folder=a count=0 => count=0 must be at least 1
+    folder=a count=1.5 => count=1.5: expected a whole number ... found a decimal number
+    folder=a count=many => count=many: expected a whole number ... found text
+    folder=a rate=fast => rate=fast: expected a number ... found text
+    folder=a stop=never => stop=never: expected one of eos, length ... never
+    folder=a sizes=3 sizes=0 => sizes=0 must be at least 1
+    folder=a ways=left => ways=left: expected one of up, down ... left
+    folder=a prompt= => prompt=: expected text ... write prompt=TEXT
+    folder=a count=1 count=2 => count=2: count is given twice
+    folder=a named=1 => named=1: expected named.NAME=VALUE
+    folder=a named.a.b=1 => named.a.b=1: expected named.NAME=VALUE
+    folder=a named.a=1 named.a=2 => named.a=2: named.a is given twice
+    folder=a named.a=[1 => named.a=[1: the value cannot be read; close its brackets
+    --sort=date => --sort=date: expected one of name, size, found date
+    --depth=deep => --depth=deep: expected a whole number such as 4, found text
+    --only-names=true => --only-names=true: --only-names takes no value; write --only-names, or leave it out
+    --only-names --only-names => --only-names is given twice; leave one out
+    --filter => --filter: expected a value; write --filter=WORD
+    --sort --only-names => --sort: expected a value; write --sort=name|size
+    """
+)
+def test_mistakes(words, line):
+    with refused(line):
+        take_switches(Switches, words.split()) if words.startswith("--") else take(Own, words.split())
 
 
 def test_takes_switches_and_leaves_the_rest():
@@ -89,20 +93,3 @@ def test_takes_switches_and_leaves_the_rest():
         ("--only-names", "leave out the rest"),
         ("--sort=name|size", "the order"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sort=date"], "--sort=date: expected one of name, size, found date"),
-        (["--depth=deep"], "--depth=deep: expected a whole number such as 4, found text"),
-        (["--only-names=true"], "--only-names=true: --only-names takes no value; write --only-names, or leave it out"),
-        (["--only-names", "--only-names"], "--only-names is given twice; leave one out"),
-        (["--filter"], "--filter: expected a value; write --filter=WORD"),
-        (["--sort", "--only-names"], "--sort: expected a value; write --sort=name|size"),
-    ],
-)
-def test_mistakes_in_switches(arguments, message):
-    with pytest.raises(UserError) as error:
-        take_switches(Switches, arguments)
-    assert str(error.value) == message

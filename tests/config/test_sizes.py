@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 import moezoo
 from moezoo import host
@@ -32,21 +32,6 @@ def memory(monkeypatch):
 def prepare(*overrides):
     cfg = moezoo.compose(*overrides)
     return build_step(cfg, build_execution(cfg))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        ("model=deepseek_v3 mesh=ep8", ["model.layers=61", "671,026,404,352 parameters in float32", "9,999.2 GiB"]),
-        ("model=mixtral_8x7b mesh=single", ["46,702,792,704 parameters", "695.9 GiB of memory"]),
-        ("model=mixtral_8x7b execution.param_dtype=bfloat16", ["parameters in bfloat16", "521.9 GiB of memory"]),
-        ("model=mixtral_8x7b optimizer=sgd", ["gradients", "348.0 GiB of memory"]),
-    ],
-)
-def test_released_sizes_do_not_fit_a_laptop(memory, overrides, parts):
-    memory(16 * 2**30)
-    with refused("model.vocab=", *parts, "this machine has 16.0 GiB", "choose a smaller model"):
-        prepare(*overrides.split())
 
 
 @pytest.mark.parametrize("model", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"])
@@ -83,21 +68,29 @@ def test_state_and_gradients_are_counted_to_the_byte(memory, tmp_path, mesh, opt
         prepare(*words)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        ("model.embed=1000000000", ["model.vocab=256 model.embed=", "6,408,000,000,000 parameters", "5,967.9 GiB"]),
-        ("model.vocab=2000000000 model.experts=2000000000 model.expert_mlp=2000000000", ["model.vocab=", "GiB"]),
-        ("batch_size=16000000 mesh=ep8", ["batch_size=16000000 x seq_len=128", "GiB", "on 8 CPU devices"]),
-        ("batch_size=16000000", ["batch_size=16000000 x seq_len=128 in execution.microbatches=1", "1,007.1 GiB"]),
-        ("batch_size=16000000 execution.microbatches=2000000", ["batch_size=", "30.5 GiB", "more execution.microb"]),
-        ("batch_size=16000000 execution.dtype=bfloat16", ["batch_size=", "518.8 GiB"]),
-        ("batch_size=16777216", ["batch_size=16777216 x seq_len=128 makes 2147483648 tokens", "at most 2147483647"]),
-    ],
+@by_table(
+    """
+    overrides => parts
+    model=deepseek_v3 mesh=ep8 => model.vocab= ... model.layers=61 ... 671,026,404,352 parameters in float32
+        ... 9,999.2 GiB ... this machine has 16.0 GiB; choose a smaller model
+    model=mixtral_8x7b mesh=single => model.vocab= ... 46,702,792,704 parameters ... 695.9 GiB of memory
+        ... this machine has 16.0 GiB; choose a smaller model
+    model=mixtral_8x7b execution.param_dtype=bfloat16
+        => model.vocab= ... parameters in bfloat16 ... 521.9 GiB of memory ... choose a smaller model
+    model=mixtral_8x7b optimizer=sgd
+        => model.vocab= ... gradients ... 348.0 GiB of memory ... choose a smaller model
+    model.embed=1000000000 => model.vocab=256 model.embed= ... 6,408,000,000,000 parameters ... 5,967.9 GiB
+    model.vocab=2000000000 model.experts=2000000000 model.expert_mlp=2000000000 => model.vocab= ... GiB
+    batch_size=16000000 mesh=ep8 => batch_size=16000000 x seq_len=128 ... GiB ... on 8 CPU devices
+    batch_size=16000000 => batch_size=16000000 x seq_len=128 in execution.microbatches=1 ... 1,007.1 GiB
+    batch_size=16000000 execution.microbatches=2000000 => batch_size= ... 30.5 GiB ... more execution.microb
+    batch_size=16000000 execution.dtype=bfloat16 => batch_size= ... 518.8 GiB
+    batch_size=16777216 => batch_size=16777216 x seq_len=128 makes 2147483648 tokens ... at most 2147483647
+    """
 )
 def test_sizes_that_nothing_here_holds(memory, overrides, parts):
     memory(16 * 2**30)
-    with refused(*parts):
+    with refused(parts):
         prepare(*overrides.split())
 
 
@@ -135,29 +128,6 @@ def test_loading_what_does_not_fit(memory, tmp_path):
     memory(size - 1)
     with refused(str(tmp_path / "hub"), "float32", "GiB"):
         moezoo.from_pretrained(tmp_path / "hub")
-
-
-INTEGERS = [
-    "batch_size",
-    "seq_len",
-    "eval_every",
-    "checkpoint_every",
-    "checkpoint_keep",
-    "log_every",
-    "guard.patience",
-    "execution.microbatches",
-    "schedule.warmup_steps",
-    "dispatch.chunks",
-    "data.eval_sequences",
-    "mesh.expert",
-    "model.max_length",
-]
-
-
-@pytest.mark.parametrize("key", INTEGERS)
-def test_integers_are_int32(key):
-    with refused(f"{key}=2147483648 must be at most 2147483647"):
-        moezoo.compose(f"{key}=2147483648")
 
 
 def test_more_cpu_devices_than_jax_starts(monkeypatch):

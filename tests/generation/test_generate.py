@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import by_table, refused
 
 import moezoo
 from moezoo.generation import generate as generation
@@ -306,41 +307,39 @@ def test_lengths_are_rounded_up(monkeypatch):
         assert widths[-1] == rounded
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ids": [1, 2]}, r"ids are int64\[2\], expected integers \[batch, seq\]; for one text write ids\[None\]"),
-        ({"ids": [[1.0]]}, r"ids are float64\[1, 1\], expected integers \[batch, seq\]$"),
-        ({"ids": [[1], [1, 2]]}, "ids have rows of different lengths; pad the shorter ones"),
-        ({"ids": np.zeros((1, 0), int)}, r"ids are int64\[1, 0\], expected integers"),
-        ({"ids": [[40]]}, r"ids contains 40, expected 0 to 39 \(model.vocab=40\)"),
-        ({"ids": [[-1]]}, "ids contains -1, expected 0 to 39"),
-        ({"eos_token_id": 41}, "eos_token_id contains 41, expected 0 to 39"),
-        ({"mask": [[1, 0]]}, "mask is false after a token; put padding before the prompt, on the left"),
-        ({"mask": [[1, 0, 1]], "ids": [[1, 2, 3]]}, "mask is false after a token"),
-        ({"mask": [[0, 0]]}, "mask leaves no token in row 0; a prompt needs at least one"),
-        ({"mask": [[0.5, 0.5]]}, "mask is float64 and not only 0 and 1"),
-        ({"mask": [[2, 2]]}, "mask is int64 and not only 0 and 1"),
-        ({"mask": [[1]]}, r"mask is \[1, 1\] and ids are \[1, 2\]; give both the same shape"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ({"max_new_tokens": 5000}, "a prompt of 2 tokens plus max_new_tokens=5000 exceeds model.max_length=4096"),
-        ({"ids": np.ones((1, 4096), int)}, "exceeds model.max_length=4096; shorten the prompt"),
-        (
-            {"ids": np.ones((2, 4095), int), "mask": np.arange(4095) >= [[4094], [0]], "max_new_tokens": 2},
-            "a prompt of 4095 tokens plus max_new_tokens=2 exceeds model.max_length=4096",
-        ),
-        # Numbers at padding are ignored, so the next mistake is named.
-        ({"ids": [[99, 1]], "mask": [[0, 1]], "temperature": 1.0}, "temperature=1.0 draws at random"),
-        ({"temperature": 1.0}, r"temperature=1.0 draws at random and needs key=jax.random.key\(SEED\)"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be at least 0"),
-        ({"temperature": float("nan")}, "temperature=nan: expected a number"),
-        ({"top_k": 3}, "top_k=3 has no effect at temperature 0"),
-        ({"top_p": 0.0, "temperature": 1.0}, "top_p=0.0 must be above 0 and at most 1"),
-        ({"top_k": 0, "temperature": 1.0}, "top_k=0 must be at least 1"),
-    ],
+@by_table(
+    """
+    changes => line
+    ids=[1, 2] => ids are int64[2], expected integers [batch, seq]; for one text write ids[None]
+    ids=[[1.0]] => ids are float64[1, 1], expected integers [batch, seq]
+    ids=[[1], [1, 2]] => ids have rows of different lengths; pad the shorter ones
+    ids=np.zeros((1, 0), int) => ids are int64[1, 0], expected integers
+    ids=[[40]] => ids contains 40, expected 0 to 39 (model.vocab=40)
+    ids=[[-1]] => ids contains -1, expected 0 to 39
+    eos_token_id=41 => eos_token_id contains 41, expected 0 to 39
+    mask=[[1, 0]] => mask is false after a token; put padding before the prompt, on the left
+    mask=[[1, 0, 1]], ids=[[1, 2, 3]] => mask is false after a token
+    mask=[[0, 0]] => mask leaves no token in row 0; a prompt needs at least one
+    mask=[[0.5, 0.5]] => mask is float64 and not only 0 and 1
+    mask=[[2, 2]] => mask is int64 and not only 0 and 1
+    mask=[[1]] => mask is [1, 1] and ids are [1, 2]; give both the same shape
+    max_new_tokens=0 => max_new_tokens=0 must be at least 1
+    max_new_tokens=5000 => a prompt of 2 tokens plus max_new_tokens=5000 exceeds model.max_length=4096
+    ids=np.ones((1, 4096), int)
+        => a prompt of 4096 tokens plus max_new_tokens=1 exceeds model.max_length=4096; shorten the prompt
+    ids=np.ones((2, 4095), int), mask=np.arange(4095) >= [[4094], [0]], max_new_tokens=2
+        => a prompt of 4095 tokens plus max_new_tokens=2 exceeds model.max_length=4096
+    # Numbers at padding are ignored, so the next mistake is named.
+    ids=[[99, 1]], mask=[[0, 1]], temperature=1.0 => temperature=1.0 draws at random
+    temperature=1.0 => temperature=1.0 draws at random and needs key=jax.random.key(SEED)
+    temperature=-1.0 => temperature=-1.0 must be at least 0
+    temperature=np.nan => temperature=nan: expected a number
+    top_k=3 => top_k=3 has no effect at temperature 0
+    top_p=0.0, temperature=1.0 => top_p=0.0 must be above 0 and at most 1
+    top_k=0, temperature=1.0 => top_k=0 must be at least 1
+    """
 )
-def test_refuses_in_one_line(changes, message):
-    arguments = {"ids": [[1, 2]], "max_new_tokens": 1} | changes
-    with pytest.raises(moezoo.UserError, match=message) as error:
+def test_refuses_in_one_line(changes, line):
+    arguments = {"ids": [[1, 2]], "max_new_tokens": 1} | eval(f"dict({changes})")
+    with refused(line):
         moezoo.generate(model("deepseek"), **arguments)
-    assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from refusals import refused
 from test_data_sets import CHATS, TEMPLATE, read
-from training_runs import assert_same_models, repeatable
+from training_runs import assert_same_models, repeatable, steps_only
 
 import moezoo
 from moezoo.data import Hf, HfChat, hf, train_batches
@@ -152,14 +152,16 @@ def test_chats(tmp_path, loss_on):
 
 def test_a_run_goes_on_to_the_bit(folder, tiny_overrides, capsys):
     """From the middle of a chunk's rows; and what a run on other data, or for a number of epochs, is told."""
-    whole = moezoo.train(moezoo.compose(*tiny_overrides, "steps=6", "checkpoint_every=4", "run_dir=whole"))
+    with steps_only():
+        whole = moezoo.train(moezoo.compose(*tiny_overrides, "steps=6", "checkpoint_every=4", "run_dir=whole"))
     printed = capsys.readouterr().out
     assert "training    a stream, tokenized as it is read" in printed
     about = json.loads(Path("whole/checkpoints/4/about.json").read_text())
     (place,) = about["loader"]["places"]
     assert "training" not in about["data"][""]
     assert place["chunk"]["chunk"] > 0 < place["rows"]
-    resumed = moezoo.train(moezoo.compose("resume=whole/checkpoints/4", "run_dir=resumed"))
+    with steps_only():
+        resumed = moezoo.train(moezoo.compose("resume=whole/checkpoints/4", "run_dir=resumed"))
     assert_same_models(resumed.model, whole.model)
     assert repeatable(resumed.history) == repeatable(whole.history)
     with refused("resume=whole was trained on documents with hash", "use the same data"):

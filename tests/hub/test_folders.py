@@ -152,7 +152,7 @@ def test_a_copy_of_tied_embeddings_is_not_needed(tmp_path):
     assert jax.tree.structure(again) == jax.tree.structure(model)
     assert equal(again, model)
     spoil_tensors(tmp_path / "m", lambda t: t.pop(table))
-    with pytest.raises(moezoo.UserError, match=f"1 tensor is missing: {table}$"):
+    with pytest.raises(moezoo.UserError, match=f"1 tensor is missing: {table}; the files have"):
         moezoo.from_pretrained(tmp_path / "m")
 
 
@@ -278,7 +278,10 @@ def test_one_line_about_keys(damaged, keys, line):
         (lambda f: (f / "config.json").unlink(), "no config.json; name a Hugging Face model folder"),
         (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
         (lambda f: drop(f, "hidden_size"), "config.json: hidden_size is missing"),
-        (lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")), "1 tensor is missing: lm_head.weight$"),
+        (
+            lambda f: spoil_tensors(f, lambda t: t.pop("lm_head.weight")),
+            "1 tensor is missing: lm_head.weight; the files",
+        ),
         (replace("model.extra", np.ones(2, np.float32)), "1 tensor is not in the model of config.json: model.extra$"),
         (
             replace("model.norm.weight", np.ones(9, np.float32)),
@@ -290,7 +293,7 @@ def test_one_line_about_keys(damaged, keys, line):
         (index("../other.safetensors"), "outside the folder .*; do not trust it"),
         (index("/etc/passwd"), "outside the folder .*; do not trust it"),
         (index("x" * 5000), r"in x{80}, outside the folder .*; do not trust it"),
-        (index("gone.safetensors"), r"gone.safetensors cannot be read \(No such file"),
+        (index("gone.safetensors"), "gone.safetensors does not exist"),
     ],
 )
 def test_one_line(damaged, spoil, line):

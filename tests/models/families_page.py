@@ -69,8 +69,9 @@ _LISTED = """
 ### Tensors
 
 Tensors that no parameter has are refused by name, except these, which `moezoo.from_pretrained` names in a warning: the
-layers of multi-token prediction, which follow the last layer; the index of sparse attention; and in a folder of a model
-for images, everything outside the text model. `moezoo.save_pretrained(model, FOLDER, like=SOURCE)` carries them.
+layers of multi-token prediction, which follow the last layer; the index of sparse attention; `rotary_emb.inv_freq`, if
+it is [what config.json says](folders.md#tensors-named-otherwise); and in a folder of a model for images, everything
+outside the text model. `moezoo.save_pretrained(model, FOLDER, like=SOURCE)` carries them.
 
 ### Keys of config.json
 

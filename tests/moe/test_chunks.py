@@ -12,9 +12,9 @@ import pytest
 from contexts import context_of
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
+from programs import count_collectives
 
 from moezoo import Execution, Rules
-from moezoo.errors import UserError
 from moezoo.moe.dispatch import STRATEGIES, Capacity, Dispatch, Ragged, Ring
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
@@ -23,7 +23,7 @@ from moezoo.nn.mlp import MLP
 from moezoo.parallel.collectives import psum, varying_axes
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
-from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.traces import equations
 from moezoo.parallel.weight_mover import WeightMover
 
 EXPERTS, EMBED, ROWS, LENGTH = 8, 6, 4, 5
@@ -168,9 +168,3 @@ def test_what_runs_between_sending_and_results(name):
     # The first results wait for the shared MLP and for the second chunk, the second ones for the shared MLP.
     waits = [("optimization_barrier", 3), back, ("optimization_barrier", 2), back]
     assert order == [*sent, *["shared"] * 3, *sent, *waits]
-
-
-@pytest.mark.parametrize("chunks", [0, -1])
-def test_no_chunk_is_refused(chunks):
-    with pytest.raises(UserError, match=f"^dispatch.chunks={chunks} must be at least 1$"):
-        Ring(chunks=chunks)

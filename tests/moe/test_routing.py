@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
+from programs import count_collectives
 
 from moezoo.moe.routing import LayerSums, RoutingConfig, balance_of, reduce_routing
 from moezoo.parallel.collectives import psum
-from moezoo.parallel.traces import count_collectives
 
 LAYERS, BATCH, EXPERTS, K = 2, 8, 4, 2
 ALPHA, BETA = 0.01, 0.001

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from contexts import context_of
+from programs import count_collectives
 
 import moezoo
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.moe.mixture import MoE
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.traces import count_collectives, equations
+from moezoo.parallel.traces import equations
 from moezoo.parallel.weight_mover import WeightMover
 
 OVER = ("expert",)

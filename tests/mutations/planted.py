@@ -13,6 +13,12 @@ REPOSITORY = Path(__file__).parents[2]
 # Longer than the tests of any error take, and shorter than the time limit of one test.
 _SECONDS = 800
 _FAILED, _PASSED = 1, 0
+# What takes the place of a marked part, by operator.
+_OPERATORS = {"drop": "", **{constant: constant for constant in ("0", "1", "1.0", "None", "True", "False", "pass")}}
+_OPERATORS |= {"add_one": "({} + 1)", "subtract_one": "({} - 1)", "times_zero": "(0 * ({}))", "reverse": "({})[::-1]"}
+_PAIRS = [("<", "<="), (">", ">="), ("+", "-"), ("*", "/"), ("==", "!="), ("0", "1"), ("any", "all"), ("min", "max")]
+_PAIRS += [("minimum", "maximum"), ("floor", "ceil")]
+_FLIPPED = dict(_PAIRS) | {right: left for left, right in _PAIRS}
 
 
 class Planted(NamedTuple):
@@ -43,17 +49,35 @@ class Result(NamedTuple):
     output: str
 
 
+def before_and_after(change: str) -> tuple[str, str]:
+    """Return the text that an entry replaces, and what takes its place.
+
+    An entry is an operator and a text in which backticks mark a part or several, as in "drop: squares` + epsilon`" and
+    "swap: f(`x`, `y`)"; without backticks all of it is the part. Other entries are lines with - and + in front.
+    """
+    operator, _, text = change.partition(": ")
+    if operator in ("swap", "flip", *_OPERATORS):
+        pieces = text.split("`") if "`" in text else ["", text, ""]
+        parts, before = pieces[1::2], "".join(pieces)
+        if operator == "swap":
+            pieces[1::2] = reversed(parts)
+        else:
+            pieces[1::2] = [_FLIPPED[x] if operator == "flip" else _OPERATORS[operator].format(x) for x in parts]
+        return before, "".join(pieces)
+    lines = change.splitlines()
+    assert all(line[:2] in ("- ", "+ ", "-", "+") for line in lines), f"a line has no sign: {change}"
+    before, after = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
+    return before, after
+
+
 def read_tables() -> list[Planted]:
-    """Return the entries of all tables: file -> tests, with " or " between them -> name -> lines of - and +."""
+    """Return the entries of all tables: file -> tests, with " or " between them -> name -> change."""
     texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.toml"))]
     found = []
     for file, groups in itertools.chain.from_iterable(tomllib.loads(text).items() for text in texts):
         for tests, errors in groups.items():
             for name, change in errors.items():
-                lines = change.splitlines()
-                assert all(line[:2] in ("- ", "+ ", "-", "+") for line in lines), f"{name}: a line has no sign"
-                before, after = ([line[2:] for line in lines if line[0] == sign] for sign in "-+")
-                found.append(Planted(name, file, "\n".join(before), "\n".join(after), tuple(tests.split(" or "))))
+                found.append(Planted(name, file, *before_and_after(change), tuple(tests.split(" or "))))
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cover import EXTRA_CASES, cover
-from planted import REPOSITORY, Planted, copy_repository, is_caught, read_tables, run_tests
+from planted import REPOSITORY, Planted, before_and_after, copy_repository, is_caught, read_tables, run_tests
 
 ERRORS = read_tables()
 
@@ -37,6 +37,23 @@ def test_every_error_can_be_planted():
         assert set(function) <= _functions(REPOSITORY / file), test
         if function == ["test_whole_step"] and "[" in test:  # the cover moves when a family or a layout is added
             assert test.partition("[")[2].removesuffix("]") in cases, f"{test} is not in the cover; name another case"
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        ("drop: squares` + epsilon`", "squares + epsilon", "squares"),
+        ("drop: y = `f(`x`, 1)`", "y = f(x, 1)", "y = x"),
+        ("swap: f(`x`, y, `z`)", "f(x, y, z)", "f(z, y, x)"),
+        ("flip: row `<` stop", "row < stop", "row <= stop"),
+        ("flip: axis=`1`", "axis=1", "axis=0"),
+        ("add_one: 2 * `x`", "2 * x", "2 * (x + 1)"),
+        ("None: scale", "scale", "None"),
+        ("- a: b\n-     c\n+ d", "a: b\n    c", "d"),
+    ],
+)
+def test_operators_and_signs(change, before, after):
+    assert before_and_after(change) == (before, after)
 
 
 @pytest.fixture(scope="session")

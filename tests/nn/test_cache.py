@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from refusals import refused
+from refusals import by_table, refused
 
 from moezoo.nn.cache import Cache, Kept, Slots, State, fill_declared, fit
 from moezoo.parallel.context_parallel import Coordinates
@@ -90,28 +90,20 @@ class Keeps(NamedTuple):
         return self.declared
 
 
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
-        (None, "mixer Keeps: state returns a NoneType, expected a State"),
-        (
-            Slots.declare(3, {"heads": 2, "head_dim": 2}),
-            "mixer Keeps: its state declares heads=2 slots=3 head_dim=2, and",
-        ),
-        (
-            Slots.declare(3, {"head_dim": 1}),
-            "mixer Keeps: its state declares slots=3 head_dim=1, and what it keeps has (2, 3, 1)",
-        ),
-        (
-            Slots.declare(3, ({"head_dim": 1},)),
-            "mixer Keeps: what it keeps is not the tree that its state declares",
-        ),
-    ],
+@by_table(
+    """
+    declared => line
+    None => mixer Keeps: state returns a NoneType, expected a State
+    Slots.declare(3, {"heads": 2, "head_dim": 2})
+        => mixer Keeps: its state declares heads=2 slots=3 head_dim=2, and what it keeps has (2, 3, 1)
+    Slots.declare(3, {"head_dim": 1})
+        => mixer Keeps: its state declares slots=3 head_dim=1, and what it keeps has (2, 3, 1)
+    Slots.declare(3, ({"head_dim": 1},)) => mixer Keeps: what it keeps is not the tree that its state declares
+    Slots.declare(0, {"heads": 2}) => Slots.declare: num_slots is 0, expected 1 or more
+    """
 )
-def test_a_state_that_is_not_what_a_mixer_keeps(declared, message):
+def test_a_state_that_is_not_what_a_mixer_keeps(declared, line):
     kept = jnp.ones((BATCH, 5, 2, 1))
     assert fill_declared(Keeps(Slots.declare(3, {"heads": 2, "head_dim": 1})), kept, 5).num_slots == 3
-    with refused(message):
-        fill_declared(Keeps(declared), kept, 5)
-    with refused("Slots.declare: num_slots is 0, expected 1 or more"):
-        Slots.declare(0, {"heads": 2})
+    with refused(line):
+        fill_declared(Keeps(eval(declared)), kept, 5)

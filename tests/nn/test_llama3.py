@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.errors import UserError
 from moezoo.nn.llama3 import Llama3
 from moezoo.nn.rope import frequencies
 
@@ -36,16 +35,3 @@ def test_long_waves_are_slowed_and_short_ones_kept(size, base, scaling):
     found = scaling.frequencies(size, base)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=2.0**-23)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"factor": 0.5}, r"^model\.llama3\.factor=0.5 must be at least 1"),
-        ({"length": 0}, r"^model\.llama3\.length=0 must be at least 1"),
-        ({"low": 4.0}, r"^model\.llama3\.low=4\.0 must be less than model\.llama3\.high=4\.0$"),
-    ],
-)
-def test_refuses(wrong, message):
-    with pytest.raises(UserError, match=message):
-        Llama3(**wrong)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
 from moezoo.nn.rope import Unscaled, frequencies
 from moezoo.nn.yarn import Yarn
@@ -63,10 +62,3 @@ def test_scales():
     without = Yarn(4.0, mscale=0.0, mscale_all=0.0)
     assert (without.magnitude, without.score_scale) == (pytest.approx(0.1 * math.log(4) + 1), 1)
     assert Yarn(4.0, attention_factor=1.7).magnitude == 1.7
-
-
-@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"length": 0}, {"beta_fast": 0.0}, {"beta_slow": -1.0}])
-def test_refuses(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(UserError, match=rf"^model\.yarn\.{name}={value} must be "):
-        Yarn(**wrong)

@@ -31,22 +31,6 @@ def test_one_process_by_default():
     assert manual == Manual("localhost:8476", 2, 1, 30, 300)
 
 
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"process": 2}, ["distributed.process=2", "from 0 to 1", "distributed.processes=2"]),
-        ({"process": -1}, ["distributed.process=-1", "from 0 to 1"]),
-        ({"coordinator": "node"}, ["distributed.coordinator=node", "HOST:PORT", "localhost:8476"]),
-        ({"coordinator": "host:port"}, ["distributed.coordinator=host:port", "HOST:PORT"]),
-        ({"coordinator": "host:99999"}, ["distributed.coordinator=host:99999", "HOST:PORT"]),
-        ({"heartbeat_seconds": 0}, ["distributed.heartbeat_seconds=0", "at least 1"]),
-    ],
-)
-def test_impossible_settings_are_refused(settings, parts):
-    with refused(*parts):
-        Manual(**{"coordinator": "localhost:8476", "processes": 2, **settings})
-
-
 def test_missing_settings_are_named(monkeypatch):
     monkeypatch.setattr("moezoo.parallel.mesh.has_started", lambda: False)
     for settings, missing in ((Manual(), "coordinator=HOST:PORT"), (Manual("a:1", 2), "process=0")):

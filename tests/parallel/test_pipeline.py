@@ -1,4 +1,4 @@
-"""The order of work over pipeline stages, where their layers are stored, and what is refused."""
+"""The order of work over pipeline stages, and where their layers are stored."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import by_table, refused
+from refusals import refused
 
 import moezoo
 from moezoo.config.build import blueprint_of, build_execution
@@ -68,9 +68,6 @@ def test_gradients_of_held_weights_are_summed_in_the_dtype_asked_for():
     assert total(jnp.bfloat16(1), True) == 516
 
 
-SHAPES = ("model=mixtral", "model.layers=8")
-
-
 def stored(*overrides: str) -> dict[str, tuple]:
     """Return the layout of each parameter by its path."""
     cfg = moezoo.compose("model=deepseek", "model.layers=9", *overrides)
@@ -115,42 +112,6 @@ def test_the_longest_stack_is_the_one_with_most_layers(words, layers, longest):
     piped = Circular().piped(shapes, 2, True)
     assert piped is not None
     assert piped.stack == longest
-
-
-@by_table(
-    """
-    overrides => message
-    mesh.stage=4 execution.pipeline.microbatches=6 batch_size=24
-        => execution.pipeline.microbatches=6 is not a multiple of mesh.stage=4; choose 4 or 8
-    mesh.stage=4 execution.pipeline.microbatches=3
-        => execution.pipeline.microbatches=3 is not a multiple of mesh.stage=4; choose 4
-    mesh.stage=16 batch_size=16
-        => mesh.stage=16 needs 16 layers, and the longest run of one pattern has 8 ... choose mesh.stage=8 or less
-    mesh.stage=4 execution.pipeline.chunks=3
-        => mesh.stage=4 x execution.pipeline.chunks=3 needs 12 layers ... has 8 ...
-        choose execution.pipeline.chunks=2 or less
-    mesh.stage=2 rules=serve => mesh.stage=2 but rules serve name no axis 'stage'
-    mesh.stage=-1 => mesh.stage=-1 ... give it as a number
-    execution.pipeline.chunks=0 => execution.pipeline.chunks=0 ... at least 1
-    execution.pipeline.gather=never => execution.pipeline.gather=never ... once, tick
-    execution.pipeline=zigzag => execution.pipeline.name=zigzag ... no such execution.pipeline ... circular
-    rules.batch=[stage,data] => rules.batch=[stage, data] names stage ... leave it out
-    rules.store.layer=[fsdp] => rules.store.layer=[fsdp] ... [stage]
-    rules.store.embed=[stage,fsdp] => rules.store.embed=[stage, fsdp] ... stage must be the last
-    rules.compute.layer=[stage] => rules.compute.layer=[stage] ... leave stage out
-    mesh.stage=2 execution.pipeline.microbatches=6
-        => batch_size=8 is not divisible by 6 (execution.pipeline.microbatches=6) ... microbatches=4
-    mesh.stage=2 execution.microbatches=4 execution.pipeline.microbatches=4
-        => batch_size=8 is not divisible by 16 (execution.microbatches=4 x execution.pipeline.microbatches=4) ...
-        or set execution.microbatches=2 or execution.pipeline.microbatches=2
-    pp=2 => pp: there is no key 'pp' ... 'mesh.stage'
-    mesh=pp2_ep4 => mesh=pp2_ep4 ... write mesh.stage=2 mesh.expert=4
-    """
-)
-def test_refused(overrides, message):
-    with refused(message):
-        cfg = moezoo.compose(*SHAPES, *overrides.split())
-        build_execution(cfg, abstract_mesh(cfg.mesh))
 
 
 def test_a_mesh_of_other_stages_than_those_of_the_configuration():

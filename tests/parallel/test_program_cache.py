@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from meshes import auto_mesh
+from refusals import refused
 
 from moezoo.errors import UserError
 from moezoo.generation.generate import generate
@@ -106,7 +107,7 @@ def test_no_default(no_folder, one_device, compile_anew, monkeypatch, case):
 
 def test_generate_takes_the_default(no_folder, one_device):
     """Whatever it compiles, for its arguments included."""
-    with pytest.raises(UserError, match="model"):
+    with refused("model"):
         generate(None, [[1]], max_new_tokens=1)  # pyright: ignore[reportArgumentType]
     assert no_folder.is_dir()
 
@@ -114,7 +115,7 @@ def test_generate_takes_the_default(no_folder, one_device):
 def test_a_named_folder_of_a_function(no_folder, one_device):
     """As for `use_cache`."""
     Path("file").touch()
-    with pytest.raises(UserError, match=r"^cache_dir=file/below: cannot be written"), function_cache("file/below"):
+    with refused("cache_dir=file/below: cannot be written"), function_cache("file/below"):
         pass
     with function_cache("own"):
         assert getattr(jax.config, DIR) == str(Path("own").absolute())
@@ -141,9 +142,7 @@ def test_a_folder_that_cannot_be_written(no_folder):
     """A named one is refused with its key; the default one is left out, with the reason."""
     file = Path("file")
     file.touch()
-    with pytest.raises(
-        UserError, match=r"^cache_dir=file/below: cannot be written \(Not a directory\); .*cache_dir=null"
-    ):
+    with refused("cache_dir=file/below: cannot be written (Not a directory); ... cache_dir=null"):
         use_cache("file/below", auto_mesh(data=1))
     no_folder.parent.touch()
     assert use_cache("auto", auto_mesh(data=1)) == f"off: {no_folder} cannot be written (Not a directory)"

@@ -55,11 +55,6 @@ def test_default(overrides, order):
     np.testing.assert_array_equal(execution(*overrides).token_order(16), wanted)
 
 
-def test_a_run_is_refused_before_it_is_built():
-    with refused("seq_len=10 is not divisible by 4", "seq_len=8 or seq_len=12"):
-        execution("mesh.context=2", "seq_len=10")
-
-
 def test_whole_rows_keep_their_order():
     """Generation splits rows instead of sequences."""
     execution = moezoo.Execution(auto_mesh(context=2), moezoo.compose().rules, sequence_order="balanced")

@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
+from programs import count_collectives
 
-from moezoo.parallel.traces import collective_traffic, count_collectives
+from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import Phase, Row
 
 

@@ -62,8 +62,6 @@ def compiled(types: str) -> CompiledStep:
 @functools.cache
 def traced(case: Case, types: str) -> Any:
     """Return the traced step of a case."""
-    if case == CASES[0]:
-        return compiled(types).step.traced
     how, blueprint = execution(case, types), Blueprint(config(case.family, case.balance))
     optimizer = Optimizer(SGD(RATE), Constant(), STEPS, how.placements(blueprint.shapes))
     return Step(blueprint, optimizer, how, batch_shapes(case.microbatches)).traced

@@ -18,6 +18,7 @@ import stage_oracle
 import traffic_oracle
 from contexts import context_of
 from cover import Case, config, product
+from programs import count_collectives
 from running import STEPS, batch_shapes
 from stage_oracle import STAGE, stage_traffic
 from traffic_oracle import step_traffic
@@ -30,7 +31,7 @@ from moezoo.moe.dispatch import STRATEGIES
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.traces import collective_traffic, count_collectives, equations
+from moezoo.parallel.traces import collective_traffic, equations
 from moezoo.parallel.traffic import Traffic, TrafficTable
 from moezoo.tools.calls import CALLS
 from moezoo.training.loss import cross_entropy

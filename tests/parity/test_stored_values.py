@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from blueprints import as_blueprint
 from cover import LAYERS, MESHES, Case, batch, config, cover, model
+from programs import count_collectives
 from running import RATE, STEPS, CompiledStep, batch_shapes
 from traffic_oracle import step_traffic
 
@@ -24,7 +25,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
 from moezoo.optim import SGD, AdamW, Constant, Optimizer
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored, parameter_table, trainable_mask
-from moezoo.parallel.traces import collective_traffic, count_collectives, equations
+from moezoo.parallel.traces import collective_traffic, equations
 from moezoo.training.checkpoint import Checkpoints, read_about, restore
 from moezoo.training.step import State, Step
 

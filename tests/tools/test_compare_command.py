@@ -137,26 +137,3 @@ def test_runs_of_one_name_have_longer_names(console):
     run("y/a", [3.0])
     header, *_ = console("compare", "x/a", "y/a/checkpoints/1")[1].splitlines()
     assert header.split() == ["|", "|", "x/a", "|", "y/a", "|"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([], ["runs is missing", "FOLDER"]),
-        (["a"], ["a is one run", "two"]),
-        (["a", "nowhere"], ["runs=nowhere", "no run there"]),
-        (["a", "."], ["runs=.", "no run there"]),
-        (["a", "a/../a"], ["a is given twice"]),
-        (["a", "b", "by=time"], ["by=time", "steps, tokens"]),
-        (["a", "b", "out=x.pdf"], ["out=x.pdf", ".png"]),
-        (["a", "b", "out=a/config.yaml/x.png"], ["out=a/config.yaml/x.png", "cannot write"]),
-        (["a", "b", "of=3"], ["of: there is no key 'of'"]),
-        (["a", "b", "--jsn"], ["--jsn: no such option"]),
-    ],
-)
-def test_refused_in_one_line(console, arguments, parts):
-    run("a", [3.0])
-    run("b", [3.0])
-    code, out, err = console("compare", *arguments)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert [part for part in parts if part not in err] == []

@@ -256,22 +256,6 @@ def test_the_report_is_narrow_text_and_markdown_and_json(console, planted_report
     assert console("doctor", "--json")[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["seconds=0"], "seconds=0 must be at least 1"),
-        (["secnds=9"], "secnds: there is no key 'secnds'; did you mean 'seconds'?"),
-        (["--markdwn"], "--markdwn: no such option"),
-        (["runs"], "runs: expected KEY=VALUE, such as seconds=runs"),
-    ],
-)
-def test_mistakes_are_one_line(console, words, message):
-    code, out, err = console("doctor", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert len(err.splitlines()) == 1
-
-
 @pytest.mark.newer
 def test_the_command_works_here_and_without_jax(monkeypatch, tmp_path):
     """As a user runs it: the whole report, then one of an environment in which importing JAX raises."""

@@ -36,23 +36,6 @@ def test_sizes():
     assert {Slice(chip, chip.eight).devices for chip in CHIPS.values()} == {8}
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("h20:8", ["topology=h20:8: no chip 'h20'; did you mean 'h200'?"]),
-        ("quantum", ["topology=quantum: no chip 'quantum'; valid: ", "v5p"]),
-        ("v5p:8x8", ["topology=v5p:8x8: v5p takes chips along each torus dimension, such as v5p:2x2x2"]),
-        ("v5e:4x4x4", ["topology=v5e:4x4x4: v5e takes", "v5e:2x4"]),
-        ("v5e:0x4", ["topology=v5e:0x4: "]),
-        ("h200:", ["topology=h200:: h200 takes NODESxGPUS or GPUS, such as h200:16x8"]),
-        ("h200:2x2x2", ["topology=h200:2x2x2: "]),
-    ],
-)
-def test_refuses(text, parts):
-    with refused(*parts):
-        parse_slice(text)
-
-
 def test_refuses_a_mesh():
     with refused("topology=v5p:2x2x2 has 8 devices and the mesh 16; choose equal numbers"):
         seconds("v5p", "psum", "fsdp", fsdp=16)

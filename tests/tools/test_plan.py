@@ -156,16 +156,6 @@ def test_names_of_meshes():
     for name in ("fsdp16_ep4", "dp2_cp4_tp8", "single"):
         mesh = moezoo.compose(*candidates.mesh_words(name)).mesh.sizes
         assert candidates.mesh_name(mesh) == name
-    with refused("mesh=fsdp: expected axes and sizes such as fsdp16_ep4"):
-        candidates.mesh_words("fsdp")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "wanted"), [("fsdp4", "fsdp8"), ("fsdp2_ep2", "fsdp4_ep2"), ("ep3", "fsdp8"), ("fsdp64_ep2", "fsdp4_ep2")]
-)
-def test_a_mesh_of_another_size(mesh, wanted):
-    with refused(f"mesh={mesh} has ", "topology=v5p:2x2x2 has 8", f"write mesh={wanted}"):
-        candidates.check_mesh(candidates.mesh_words(mesh), EIGHT)
 
 
 def test_a_search_has_only_meshes_of_the_slice():

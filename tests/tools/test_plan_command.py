@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+from refusals import check_line
 
 from moezoo.errors import UserError
 from moezoo.tools import apart
@@ -154,6 +155,15 @@ def test_nothing_fits(console):
     assert err.splitlines()[-1] == "error: nothing fits topology=v5e:2x4"
 
 
+@pytest.mark.parametrize(
+    ("mesh", "wanted"), [("fsdp4", "fsdp8"), ("fsdp2_ep2", "fsdp4_ep2"), ("ep3", "fsdp8"), ("fsdp64_ep2", "fsdp4_ep2")]
+)
+def test_a_mesh_of_another_size(console, mesh, wanted):
+    code, _, err = console("plan", *TINY, f"mesh={mesh}")
+    assert code == 2
+    check_line(err.splitlines()[-1], f"error: mesh={mesh} has ", f" and topology=v5p:2x2x2 has 8; write mesh={wanted}")
+
+
 def test_a_compiler_that_refuses_leaves_what_was_predicted(console, monkeypatch):
     """Only where it says that memory is exhausted, the row does not fit."""
     monkeypatch.setattr(apart, "check_compiler", lambda topology: None)
@@ -190,33 +200,3 @@ def test_other_calls(console, call):
     (row,) = json.loads(out)
     assert (code, row["fits"]) == (0, True)
     assert row["recomputed_flops"] == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("topology=v5q:2x2",), "topology=v5q:2x2: no chip 'v5q'; did you mean 'v5p'?"),
-        (("model=mixtral",), "topology is missing; write topology=KIND:SIZES"),
-        ((*TINY, "mesh=fsdp4"), "mesh=fsdp4 has 4 devices and topology=v5p:2x2x2 has 8; write mesh=fsdp8"),
-        ((*TINY, "mesh=ep8", "dispatch=ragde"), "dispatch=ragde: no such dispatch"),
-        ((*TINY, "mesh=ep8", "rules=fsdp"), "rules=fsdp: no such rules"),
-        ((*TINY, "mesh=ep_8"), "mesh=ep_8: expected axes and sizes such as fsdp16_ep4"),
-        ((*TINY, "mesh=all", "mesh.fsdp=2"), "mesh=all mesh.fsdp=2: a search chooses all sizes"),
-        ((*TINY, "mesh=ep8", "--picture=nope/a.png"), "--picture=nope/a.png: there is no such folder"),
-        (
-            ("model=mixtral", "topology=h200:16"),
-            "topology=h200:16: a node has at most 8 h200; write nodes x GPUs, such as h200:2x8",
-        ),
-        ((*TINY, "run_dir=x"), "run_dir=x: plan writes no run"),
-        (
-            (*TINY, "mesh=ep8", "layouts=9"),
-            "layouts=9: of a search, and there is none; leave it out, or write mesh=all",
-        ),
-        ((*TINY, "layouts=0"), "layouts=0 must be at least 1"),
-        ((*TINY, "--pictur=x"), "--pictur=x: no such option; did you mean '--picture'?"),
-    ],
-)
-def test_mistakes(console, words, message):
-    code, out, err = console("plan", *words)
-    assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith(f"error: {message}")

@@ -1,51 +1,43 @@
-"""`moezoo routing`: what it prints and writes, that a page is inert whatever the text holds, and mistakes."""
+"""`moezoo routing`: what it prints and writes, that a page shows a text as it is, whatever it holds, and mistakes."""
 
+import ast
 import dataclasses
-import html.parser
 import json
+import re
 import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt  # rich brings it
+from refusals import by_table
 from tokenizers_of_kinds import KINDS, with_start
+from training_runs import steps_only
 
 import moezoo
+import moezoo.tables as tables
 from moezoo.models import MixtralConfig, build_model
 from moezoo.tools.routing.counted import Context, RoutingAgreement, TextRouting, compare_routing
-from moezoo.tools.routing.report import escape, make_page, numbers
+from moezoo.tools.routing.report import code, make_page, numbers
 from moezoo.tools.routing.tally import Tally
 
-HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> &amp; 'quoted' \"twice\" \x00\x1b[2J \u202eback\n"
+HOSTILE = "<script>alert(1)</script>![x](http://x/y) &amp; `|`\\| 'quoted' \"twice\" \x00\x1b[2J \u202eback\n"
+# What a page is made of; a picture is a file beside it.
+KINDS_OF_A_PAGE = {"heading", "paragraph", "bullet_list", "list_item", "table", "thead", "tbody", "tr", "th", "td"}
+KINDS_OF_A_LINE = {"text", "softbreak", "code_inline", "image"}
 
 
-class Page(html.parser.HTMLParser):
-    """Collects the elements of a page, and its text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.text = [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def check_inert(self):
-        """Nothing runs, and nothing is loaded: neither script nor handler, and pictures are in the page."""
-        tags = {tag for tag, _ in self.elements}
-        assert not tags & {"script", "iframe", "object", "embed", "link", "base", "form", "svg", "a"}
-        for tag, attrs in self.elements:
-            assert not any(name.startswith("on") for name in attrs), (tag, attrs)
-            assert all(
-                value.startswith("data:image/png;base64,") for name, value in attrs.items() if name in ("src", "href")
-            )
-        (policy,) = (attrs["content"] for tag, attrs in self.elements if "http-equiv" in attrs)
-        assert policy.startswith("default-src 'none'")
+def read_page(page: str) -> tuple[list[str], list[str]]:
+    """Return the code and the pictures of a page, in which no text became anything else, and no row has other cells."""
+    blocks = MarkdownIt("commonmark").enable("table").parse(page)
+    assert {re.sub("_(open|close)$", "", each.type) for each in blocks} <= {*KINDS_OF_A_PAGE, "inline"}
+    inside = [part for each in blocks for part in each.children or ()]
+    assert {part.type for part in inside} <= KINDS_OF_A_LINE
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    pictures = [str(part.attrs["src"]) for part in inside if part.type == "image"]
+    return [part.content for part in inside if part.type == "code_inline"], pictures
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +58,8 @@ def run(tmp_path_factory, text):
         *(*model, *data, "model.expert_mlp=8", "seq_len=16", "batch_size=4", "steps=2", "eval_every=0"),
         *("checkpoint_every=1", "mesh=single", "dispatch=gather", "log_every=1", f"run_dir={folder}"),
     )
-    moezoo.train(cfg)
+    with steps_only():
+        moezoo.train(cfg)
     return folder
 
 
@@ -77,7 +70,7 @@ def test_prints_and_writes_what_python_returns(run, console, tmp_path):
     code, printed, err = console("routing", f"run_dir={run}", *ways, f"out={out}", "top=3")
     assert (code, err) == (0, "")
     lines = printed.splitlines()
-    assert [line.split()[0] for line in lines] == ["model", "text", *["layer"] * 2, *["differ"] * 3, *["written"] * 6]
+    assert [line.split()[0] for line in lines] == ["model", "text", *["layer"] * 2, *["differ"] * 3, *["written"] * 5]
     found = json.loads((out / "routing.json").read_text())
     model, cfg = moezoo.load_run(run)
     text = moezoo.analysis.routing(model, cfg)
@@ -97,13 +90,15 @@ def test_prints_and_writes_what_python_returns(run, console, tmp_path):
         assert f"entropy {layer['entropy']:.3f}" in lines[2 + row]
     assert "of choices" in lines[4]
     assert "execution.dtype=bfloat16" in lines[4]
-    pictures = ["balance.png", "load.png", "load_by_step.png", "pairs.png"]
-    assert sorted(path.name for path in out.iterdir()) == [*pictures, "routing.html", "routing.json"]
-    page = (out / "routing.html").read_text()
-    Page(page).check_inert()
-    assert page.count("data:image/png") == 4
-    for shown in ("&lt;script&gt;", "step 1", "↵", "execution.dtype=bfloat16"):
-        assert shown in page
+    pictures = ["load.png", "load_by_step.png", "pairs.png"]
+    assert sorted(path.name for path in out.iterdir()) == [*pictures, "routing.json", "routing.md"]
+    shown, drawn = read_page((out / "routing.md").read_text())
+    assert sorted(drawn) == pictures
+    named = {found["model"], found["text"], "execution.dtype=bfloat16", "mesh.expert=2 dispatch=ring", "step 1"}
+    assert named <= {*shown}
+    listed = [token for layer in found["layers"] for tokens in layer["tokens"] for token in tokens]
+    texts = [ast.literal_eval(each) for each in shown if each not in named]
+    assert texts == [token[name] for token in listed for name in ("before", "token", "after")]
 
 
 def test_a_checkpoint_and_its_default_folder(run, console):
@@ -112,7 +107,7 @@ def test_a_checkpoint_and_its_default_folder(run, console):
     assert code == 2  # the validation file is apart
     code, printed, _ = console("routing", f"run_dir={run}/checkpoints/1", f"other={run}", "top=0")
     assert code == 0
-    assert f"written     {run}/routing/routing.html" in printed
+    assert f"written     {run}/routing/routing.md" in printed
     assert printed.count("differ") == 1
     assert "load_by_step" not in printed
 
@@ -129,7 +124,7 @@ def test_tokens_of_a_tokenizer(tmp_path, text, console):
     code, printed, _ = console("routing", *own, f"other={tmp_path}/two", f"out={tmp_path}/look")
     assert code == 0
     assert f"0.000% of choices (layers 0.000% to 0.000%): {tmp_path}/two" in printed
-    Page((tmp_path / "look/routing.html").read_text()).check_inert()
+    read_page((tmp_path / "look/routing.md").read_text())
     (tmp_path / "two/tokenizer.json").write_text((tmp_path / "two/tokenizer.json").read_text().replace("Ġthe", "Ġteh"))
     code, _, err = console("routing", *own, f"other={tmp_path}/two", f"out={tmp_path}/look")
     assert code == 2
@@ -138,22 +133,23 @@ def test_tokens_of_a_tokenizer(tmp_path, text, console):
     moezoo.save_pretrained(build_model(changed, key=jax.random.key(0)), tmp_path / "three")
     code, _, err = console("routing", *own, f"other={tmp_path}/three", f"out={tmp_path}/look")
     assert code == 2
-    assert f"other={tmp_path}/three has model.experts=8, {tmp_path}/one has 4" in err
+    assert f"other={tmp_path}/three: the models have experts per layer: 4 and 8" in err
 
 
-@pytest.mark.parametrize("part", ["", "</td>", "<script>", "a\u202eb", "\ud800", '"', "\x00\x7f\u200b\ufeff", "\u2028"])
+@pytest.mark.parametrize(
+    "part", ["", "`", "``|``", "\\", "\\|", "<!--", "\u202e\ud800", "\"'", "\x00\x7f\u200b\ufeff\u2028", "\n\n# x"]
+)
 def test_a_text_shows_as_text(part):
-    """What is escaped reads as the text, without characters that print nothing or turn the line."""
-    shown = Page(f"<p>{escape(f'x{part}y')}</p>")
-    assert [tag for tag, _ in shown.elements] == ["p"]
-    expected = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in part)
-    assert shown.text == f"x{expected}y"
-    assert shown.text.isprintable()
-    shown.text.encode()
+    """Every text is one piece of code in its cell, without characters that print nothing, and is the text in Python."""
+    texts = [part, f"x{part}y", f" {part} "]
+    rows = [[code(repr(text)), code(repr(text))] for text in texts]
+    shown, _ = read_page("\n".join(tables.markdown(("a", "b"), rows, right=[0])))
+    assert [ast.literal_eval(each) for each in shown] == [text for text in texts for _ in "ab"]
+    assert "".join(shown).isprintable()
 
 
-def test_a_large_model_has_a_small_page(tmp_path):
-    """12 layers of 32 experts with long contexts, and pictures of 3 MB: what does not fit is named."""
+def test_a_large_model_has_a_small_page():
+    """12 layers of 32 experts with long contexts: what does not fit is named."""
     layers, experts, count = 12, 32, 60
     rng = np.random.default_rng(0)
     tally = Tally(layers, experts, 2, np.full(count, experts))
@@ -169,37 +165,33 @@ def test_a_large_model_has_a_small_page(tmp_path):
     routing = Text((*range(1, layers + 1),), tally, rows)
     other = {"<other>": RoutingAgreement(np.full(layers, 0.5), tally.load)}
     report = numbers("<model>", "data=text, all documents", routing, other, {}, 8)
-    picture = tmp_path / "large.png"
-    picture.write_bytes(bytes(3_000_000))
-    page = make_page("<model>", report, tally.co_activation, {"<picture>": picture})
-    assert 4_000_000 < len(page.encode()) < 5_000_000
-    assert "large.png" in page
-    assert "layers more are in routing.json" in page
-    shown = Page(page)
-    shown.check_inert()
-    assert "<script>" in shown.text
-    assert "<mark>[" in page  # the number of a token without text
+    page = make_page(report, ["large.png"])
+    assert 1_800_000 < len(page.encode()) < 2_000_100
+    left = re.search("([0-9]+) layers more are in routing.json", page)
+    assert left is not None
+    assert page.count("## Layer ") == layers - int(left[1]) < layers
+    shown, pictures = read_page(page)
+    assert pictures == ["large.png"]
+    assert "'<script>'" in shown
+    assert "'[1]'" in shown or "'[0]'" in shown  # the number of a token without text
     assert page.count("50.000%") == layers
 
 
-REFUSED = {
-    "": "name one model: run_dir=FOLDER of a run, or folder=FOLDER",
-    "run_dir=a folder=b": "run_dir=a and folder=b name two models; leave one of them out",
-    "run_dir={run} against=seq_len=8": "against=seq_len=8: seq_len=8 is no way to run the model; give keys of mesh,",
-    "run_dir={run} against=execution.param_dtype=bfloat16": "execution.param_dtype=bfloat16 is no way to run",
-    "run_dir={run} against=execution.dtyp=bfloat16": "did you mean 'dtype'?",
-    "run_dir={run} against=mesh='ep8": "a quote is not closed",
-    "run_dir={run} top=-1": "top=-1 must be at least 0",
-    "run_dir={run} out={run}/config.yaml": "out={run}/config.yaml: cannot write there (File exists); name another",
-    "run_dir={run} out={run}/config.yaml/x": "cannot write there (Not a directory); name another folder",
-    "run_dir={run} other=nowhere": "other=nowhere: ",
-    "run_dir={run} model.layers=3": "model.layers=3: the model is that of run_dir={run}; leave this out",
-}
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_refuses_in_one_line(run, console, arguments):
-    code, out, err = console("routing", *arguments.format(run=run).split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ")
-    assert REFUSED[arguments].format(run=run) in err
+@by_table(
+    """
+    words => line
+    => name one model: run_dir=FOLDER of a run, or folder=FOLDER
+    run_dir=a folder=b => run_dir=a and folder=b name two models; leave one of them out
+    RUN against=seq_len=8 => against=seq_len=8: seq_len=8 is no way to run the model; give keys of mesh,
+    RUN against=execution.param_dtype=bfloat16 => against= ... execution.param_dtype=bfloat16 is no way to run
+    RUN against=execution.dtyp=bfloat16 => execution.dtyp: ... did you mean 'dtype'?
+    RUN against=mesh="'ep8" => against=mesh='ep8: a quote is not closed
+    RUN top=-1 => top=-1 must be at least 0
+    RUN out=/dev/null => out=/dev/null: cannot write there (File exists); name another
+    RUN out=/dev/null/x => out=/dev/null/x: cannot write there (Not a directory); name another folder
+    RUN other=nowhere => other=nowhere:
+    RUN model.layers=3 => model.layers=3: the model is that of RUN; leave this out
+    """
+)
+def test_mistakes(run, refuses, words, line):
+    refuses(*(each.replace("RUN", f"run_dir={run}") for each in (f"routing {words}", line)))

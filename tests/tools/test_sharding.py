@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 from jax.sharding import PartitionSpec
-from refusals import refused
 from traffic_oracle import step_traffic
 
 import moezoo
@@ -240,24 +239,6 @@ def test_differences():
     assert found.memory == (Change(MemoryRow("all", 9), MemoryRow("all", 8)),)
     assert found.same == (1, 0, 0, 0)
     assert find_differences(this, this) == ((), (), (), (), (2, 0, 2, 1))
-
-
-@pytest.mark.parametrize(
-    ("words", "call", "parts"),
-    [
-        ("mesh.expert=-1", "train", ("mesh.expert=-1", "give a number")),
-        ("mesh=ep8 batch_size=12", "train", ("batch_size=12", "8")),
-        (
-            "model=deepseek model.index_topk=64 seq_len=64",
-            "decode",
-            ("seq_len=64", "model.index_topk=64 (b", "at most 63"),
-        ),
-        ("seq_len=32768", "decode", ("seq_len=32768", "model.max_length=32768", "at most 32767")),
-    ],
-)
-def test_refuses(words, call, parts):
-    with refused(*parts):
-        describe(moezoo.compose(*words.split()), call)
 
 
 def test_any_number_of_sequences_generates():

@@ -64,9 +64,6 @@ def test_few_bits_by_hand(console):
     numbers = 18 * 128 * 2880 * 2880  # of every other layer
     assert (values["bytes_per_device"], scale["bytes_per_device"]) == (numbers // 2 // 8, numbers // 32 // 8)
     assert not values["trained"]
-    code, out, err = console("sharding", "model=mixtral_8x7b", "--few-bits=mxfp4", "--parameters-only")
-    assert (code, out) == (2, "")
-    assert "--few-bits=mxfp4: folders of this family have no weight that fits it; choose another format" in err
 
 
 def test_the_title_has_the_axis_that_splits_nothing(console):
@@ -131,22 +128,3 @@ def test_difference_of_two_layouts(console):
 def test_what_the_other_layout_is_composed_of(words, changes, result):
     """A group that is named anew loses its keys, because they were meant for the other entry."""
     assert overrides.replace(words.split(), changes.split()) == result.split()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["mesh.expert=-1", "--json"], "mesh.expert=-1 takes the devices of a machine"),
-        (["--against", "rules='fsdp_ep"], "--against=rules='fsdp_ep: a quote is not closed"),
-        (["--call", "fly"], "--call=fly: expected one of train, evaluate, prefill, decode"),
-        (["mesh=ep8", "--against", "batch_size=12"], "batch_size=12 is not divisible by 8"),
-        (["--paramaters-only"], "--paramaters-only: no such option; did you mean '--parameters-only'?"),
-        (["run_dir=old"], "run_dir=old: sharding writes no run; to describe a saved one, write resume=FOLDER"),
-        (["--mesh=ep8"], "--mesh=ep8: settings have no dashes; write mesh=VALUE"),
-    ],
-)
-def test_mistakes_are_one_line(console, arguments, message):
-    code, out, err = console("sharding", *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1

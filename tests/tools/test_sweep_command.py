@@ -1,7 +1,6 @@
 """`moezoo sweep`: which runs are trained, continued and left out, its table, failures and signals."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -193,26 +192,6 @@ def test_other_folders_are_refused():
         check_same(Path("other"), GRID)
     with pytest.raises(UserError, match=r"sweep_dir=other/notes: .*Not a directory.*name another folder"):
         check_same(Path("other/notes"), GRID)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["seed=0,1", "sed=3"], ["sed: there is no key"]),
-        (["seed=0,1", "optimizer.learning_rate=1,fast"], ["optimizer.learning_rate=fast", "run 2"]),
-        (["mesh=ep8,ep9"], ["mesh=ep9: no such mesh"]),
-        (["mesh=single,ep8", "model.experts=6"], ["mesh.expert=8", "run 1"]),
-        (["seed=0,1", "only=2", "sweep_dir=x"], ["only=2", "0 to 1"]),
-        (["seed=0,1", "only=-1"], ["only=-1", "at least 0"]),
-        (["seed=0,1", "only=1"], ["only=1", "sweep_dir"]),
-        (["seed=0,1", "--multirun"], ["--multirun"]),
-    ],
-)
-def test_every_run_is_checked_before_one_begins(console, arguments, parts):
-    code, out, err = console("sweep", *arguments)
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert [part for part in parts if part not in err] == []
-    assert os.listdir() == []
 
 
 def test_cfg_prints_the_configuration_of_one_run(console):

@@ -51,32 +51,6 @@ def test_names_of_keys_are_as_short_as_tells_them_apart_and_a_long_one_is_cut():
     assert max(map(len, names)) < 255
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["seed=1"], ["no key has several values", "moezoo train"]),
-        (["seed=0,1,0"], ["seed=0,1,0", "0 is listed twice"]),
-        (["seed=0,1", "seed=3"], ["seed", "twice"]),
-        (["seed=3", "seed=0,1"], ["seed", "twice"]),
-        (["seed=glob(*)"], ["seed=glob(*)", "list them"]),
-        (["seed=interval(0,1)"], ["seed=interval(0,1)", "list them"]),
-        (["seed=shuffle(0,1)"], ["seed=shuffle(0,1)", "list them"]),
-        (["seed=range(0,3,0)"], ["seed=range(0,3,0)", "zero"]),
-        (["seed=range(3,0)"], ["seed=range(3,0)", "no value"]),
-        (["seed=range(0,1000000000000)"], ["more than 1000 values"]),
-        (["seed=range(0,100)", "steps=range(0,100)"], ["10000 runs", "1000"]),
-        (["run_dir=a,b"], ["run_dir=a,b", "sweep_dir="]),
-        (["seed=0,1", "resume=x"], ["resume=x", "sweep_dir="]),
-        (["seed=0,1", "distributed=auto"], ["distributed=auto", "only="]),
-    ],
-)
-def test_refused_in_one_line(words, parts):
-    with pytest.raises(UserError) as caught:
-        expand(words)
-    assert len(str(caught.value).splitlines()) == 1
-    assert [part for part in parts if part not in str(caught.value)] == []
-
-
 def test_a_quoted_path_is_read_as_it_is():
     """And what a message says to type in a shell is what is read."""
     for path in ("a b", "a,b", 'a"b', "a=b", "ä/[x]", "a\\", 'a\\"b', "it's", "a\nb", "a\udcff0b", "a'\t\\b"):

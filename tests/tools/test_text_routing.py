@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,11 +18,11 @@ from patterned import make_model
 from refusals import refused
 
 import moezoo
-from moezoo.data import Batch, load
+from moezoo.data import Batch, load, validation_batches
 from moezoo.tools.parity.recording import record_model
-from moezoo.tools.routing.counted import rows_of_source
+from moezoo.tools.routing.counted import TextRouting, rows_of_source
 from moezoo.tools.routing.expert_ids import make_expert_ids
-from moezoo.tools.routing.tally import Tally, count_shared, log_odds
+from moezoo.tools.routing.tally import Tally, log_odds
 
 ROWS, LENGTH = 8, 16
 PADDED = (0, 12)  # row 0 has padding from token 12 on; row 3 has nothing else
@@ -181,7 +182,8 @@ def test_counts_equal_loops_over_tokens(case):
             both, one, two = (count / len(read) for count in (pairs[layer, e, f], load[layer, e], load[layer, f]))
             assert together == pytest.approx(both / (one * two) * k * (experts - 1) / ((k - 1) * experts))
     assert tally.balance.experts_in_use == pytest.approx(len(load) / (layers * experts))
-    for layer, of_layer in enumerate(tally.specific_tokens(2)):
+    no_rows: Any = None
+    for layer, of_layer in enumerate(TextRouting((*range(layers),), tally, no_rows).specific_tokens(2)):
         for e, found in enumerate(of_layer):
             assert [each.score for each in found] == sorted((each.score for each in found), reverse=True)
             assert all(each.chosen == chosen[layer, e, each.token] > 0 for each in found)
@@ -222,25 +224,22 @@ def test_log_odds_by_the_formula():
     assert found[1].argmax() == 1
 
 
-@given(st.lists(st.tuples(st.permutations(range(4)), st.permutations(range(4))), min_size=1, max_size=5))
-def test_shared_experts_in_any_order(pairs):
-    one, two = (np.array([each[side][:2] for each in pairs]) for side in (0, 1))
-    assert count_shared(one, two).tolist() == [len({*a} & {*b}) for a, b in zip(one, two, strict=True)]
-
-
 def test_rows_of_a_mixture_by_their_number():
     """The rows of a batch are those by number, over the sources of a mixture, whose last batches have padding."""
     parts = ("data=mixture", "data.sources.a.name=synthetic", "data.sources.b.name=synthetic", "data.eval_sequences=3")
     small = [f"data.sources.{name}.{key}" for name in "ab" for key in ("vocab=32", "documents=60")]
     cfg = moezoo.compose(*parts, *small, "data.sources.b.successors=2", "batch_size=2", "seq_len=8")
-    rows = rows_of_source(load(cfg.data, seq_len=8, seed=0, vocab=256), cfg)
-    read = list(rows.batches())
-    assert rows.count == len(read) == 4
-    for number, batch in enumerate(read):
-        for at in range(2):
-            for one, all_ in zip(rows.read(2 * number + at, 1), batch, strict=True):
-                np.testing.assert_array_equal(one[0], all_[at])
+    source = load(cfg.data, seq_len=8, seed=0, vocab=256)
+    parts = [validation_batches(part, seq_len=8, batch_size=2, limit=3) for part in source.parts.values()]
+    rows, read = rows_of_source(source, cfg), [*itertools.chain(*parts)]
+    for reader, batch, expected in zip(rows.readers, rows.batches(), read, strict=True):
+        np.testing.assert_array_equal(batch, expected)
+        np.testing.assert_array_equal([reader(at, 1) for at in range(2)], np.stack(expected, 1)[:, :, None])
     assert [int((batch.segments > 0).any(1).sum()) for batch in read] == [2, 1, 2, 1]
+    no_tally: Any = None
+    text = TextRouting((0,), no_tally, rows)
+    for at in range(8):  # of row 0 of the last batch
+        assert text.context(3 * 16 + at).token == str(read[3].tokens[0, at])
 
 
 def test_models_that_cannot_be_compared(model):

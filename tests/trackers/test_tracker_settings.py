@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import os
 
-import pytest
 from recorders import Raiser, Recorder
 from refusals import refused
 
@@ -43,27 +42,6 @@ def test_runs_of_older_versions_have_none(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(saved))
     cfg = moezoo.saved_config(tmp_path)
     assert (cfg.tracker, cfg.watch) == (NoTracker(), False)
-
-
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        ("tracker=tensorbord", ["no such tracker", "did you mean 'tensorboard'?", "your own"]),
-        ("tracker=[tensorboard,wandbb]", ["wandbb is no tracker for a list", "did you mean 'wandb'?"]),
-        ("tracker=[wandb,none]", ["none is no tracker for a list; valid: mlflow, tensorboard, wandb"]),
-        ("tracker=[wandb,nowhere.Mine]", ["no module 'nowhere'", "tracker=package.module.Class"]),
-        ("tracker=[wandb,wandb]", ["expected each tracker once; write tracker=[tensorboard,wandb]"]),
-        ("tracker=[]", ["expected each tracker once"]),
-        ("tracker=nowhere.Mine", ["no module 'nowhere'", "tracker=package.module.Class"]),
-        ("tracker=recorders.Kept", ["Kept is no tracker", "moezoo.trackers.Tracker"]),
-        ("tracker.mode=online", ["there is no key 'mode' in tracker none", "tracker=wandb has it"]),
-        ("tracker=wandb tracker.mode=on", ["expected one of offline, online"]),
-        ("watch=yes", ["expected true or false"]),
-    ],
-)
-def test_mistakes_of_words(word, parts):
-    with refused(word.split()[-1].partition("=")[0], *parts):
-        compose(*word.split())
 
 
 def test_what_cannot_work_is_refused_before_anything_runs(monkeypatch, tmp_path):

@@ -113,28 +113,6 @@ def test_a_folder_of_the_run_has_both(whole, tmp_path):
     assert_same_models(moezoo.from_pretrained(tmp_path / "hub"), whole[0].model)
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["frozen=['*']"], "frozen=[*] leaves nothing to train"),
-        (["trained=[]"], "trained=[] leaves nothing to train"),
-        (
-            ["trained=['*.query']", "frozen=['*.attention.*']"],
-            "trained=[*.query] frozen=[*.attention.*] leaves nothing",
-        ),
-        (["frozen=['*.attention.querry']"], "frozen: *.attention.querry matches no whole path|'*.attention.query'"),
-        (["trained=['*.atention.*']"], "trained: *.atention.* matches no whole path|; did you mean '*.attention.*'?"),
-        (["trained=['atention.querry']"], "trained: atention.querry|; did you mean '*attention.query'?"),
-        (["trained=[embedding]"], "trained: embedding matches no whole path of a parameter; write *embedding*"),
-        (["model=deepseek", "trained=['*.choice_bias']"], "trained: *.choice_bias matches only|a buffer"),
-        (["model=deepseek", "frozen=['*.choice_bias']"], "frozen: *.choice_bias matches only|a buffer"),
-    ],
-)
-def test_patterns_that_leave_nothing_or_match_nothing_are_refused(words, parts):
-    with refused(*parts.split("|")):
-        describe(moezoo.compose(*words), parts="parameters")
-
-
 def test_a_pattern_passes_over_the_choice_bias():
     """Of the router, whose weight is trained, and of all that `*` matches."""
     for pattern in ("*router*", "*"):

@@ -122,10 +122,10 @@ def test_too_many_in_a_row_before_a_save(tmp_path):
     skipped: Any = SimpleNamespace(skipped_in_a_row=2, loss=9.0, gradient_norm=1.0)
     run: Any = SimpleNamespace(cfg=moezoo.compose("guard.patience=2"), checkpoints=SimpleNamespace(folder=tmp_path))
     run.checkpoints.wait = lambda: None
-    progress: Any = SimpleNamespace(report_skipped=lambda *_: None)
+    run._progress = SimpleNamespace(report_skipped=lambda *_: None)
     end = "no step is saved: start again with a lower learning rate"
     with refused("steps 1 to 2 were all skipped", end):
-        Loop._check_skipped(run, 2, skipped, progress)
+        Loop._check_skipped(run, 2, skipped)
 
 
 def test_too_many_in_a_row_end_the_run(tiny, tmp_path, capsys):

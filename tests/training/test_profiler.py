@@ -117,18 +117,3 @@ def test_only_the_first_process_records(monkeypatch, tmp_path):
     with Profiler(cfg.profile, tmp_path, None, mesh, print) as recorded:  # pyright: ignore[reportArgumentType]
         assert list(recorded.follow(range(1, 6))) == [1, 2, 3, 4, 5]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("profile.start=4", "profile.start=4 profile.steps=3 ends with step 6 and steps=5; begin earlier"),
-        ("profile.start=0", "profile.start=0"),
-        ("profile.steps=0", "profile.steps=0"),
-        ("profile.stop=3", "profile.stop"),
-    ],
-)
-def test_refused(words, line):
-    with pytest.raises(moezoo.UserError) as refused:
-        moezoo.compose("steps=5", words)
-    assert line in str(refused.value)

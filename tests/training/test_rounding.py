@@ -1,7 +1,7 @@
 """Changes that rounding undoes: counted exactly on tiny arrays, in whole steps against what they changed, and said."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -155,16 +155,16 @@ def test_a_run_says_once_that_weights_do_not_move(tiny, monkeypatch):
 def test_more_than_half_of_all_changes_of_the_first_steps(tiny, monkeypatch, lost, steps, said):
     """Of 4 changes in each step; nothing without a count."""
     monkeypatch.setattr(loop, "COUNTED_STEPS", 2)
-    cfg = moezoo.compose(*tiny, "execution.param_dtype=bfloat16")
-    run, lines, found = SimpleNamespace(cfg=cfg, step=step_of(*tiny), _lost=np.zeros(2, np.int64)), [], []
-    progress = SimpleNamespace(print=lines.append)
+    cfg, lines, found = moezoo.compose(*tiny, "execution.param_dtype=bfloat16", f"steps={steps}"), [], []
+    run: Any = SimpleNamespace(cfg=cfg, step=step_of(*tiny), _lost=np.zeros(2, np.int64))
+    run._progress = SimpleNamespace(print=lines.append)
     for number, count in enumerate(lost, start=1):
         metrics: Any = SimpleNamespace(lost=jnp.array([[0, 4], [0, count]], jnp.uint32))
-        Loop._check_rounding(run, number, metrics, progress, last=number == steps)  # type: ignore[arg-type]
+        Loop._check_rounding(run, number, metrics)
         found += [number] * len(lines)
         lines.clear()
     assert found == said
-    Loop._check_rounding(run, 1, SimpleNamespace(lost=None), progress, last=True)  # type: ignore[arg-type]
+    Loop._check_rounding(run, steps, cast(Any, SimpleNamespace(lost=None)))
     assert lines == []
 
 

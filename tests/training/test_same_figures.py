@@ -13,10 +13,13 @@ PAIRS = "adapter=lora adapter.rank=2 adapter.dropout=0.5 adapter.targets=[attent
 # What a run trains, how several devices do it, and into how many parts one device cuts a batch: as many as they do,
 # since the loss that balances experts is of each part.
 CASES = {
-    "kinds of layers in stages": ("gpt_oss", "model.layers=4 seed=1", f"{STAGES}=2", 2),
-    "layers beside those in stages": ("mixtral", "model.layers=3", f"{STAGES}=2", 2),
-    "chunks of stages": ("mixtral", "model.layers=4", f"{STAGES}=4 execution.pipeline.chunks=2 mesh.expert=2", 4),
-    "dropout in stages": ("gpt_oss", f"model.layers=4 {PAIRS}", f"{STAGES}=2", 2),
+    "layers beside chunks of stages": (
+        "mixtral",
+        "model.layers=5",
+        f"{STAGES}=4 execution.pipeline.chunks=2 mesh.expert=2",
+        4,
+    ),
+    "kinds of layers, with dropout, in stages": ("gpt_oss", f"model.layers=4 {PAIRS}", f"{STAGES}=2", 2),
     "dropout of split inputs": ("mixtral", f"model.layers=2 {PAIRS}", "mesh.tensor=2 rules=tensor", 1),
     "parts over context": (
         "qwen3_moe",

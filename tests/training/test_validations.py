@@ -198,14 +198,6 @@ def test_epochs_are_as_many_steps_as_read_their_rows(train, tmp_path):
 
 
 def test_one_of_steps_and_epochs():
-    with refused("steps=5 epochs=2: each says how long the run is; leave one of them out"):
-        moezoo.compose("steps=5", "epochs=2")
-    with refused("steps=null epochs=null: nothing says how long the run is; set one of them"):
-        moezoo.compose("steps=null")
-    with refused("eval_patience=2 needs evaluations during the run and eval_every=0 has one at its end only"):
-        moezoo.compose("eval_patience=2", "eval_every=0")
-    with refused("epochs=0 must be at least 1"):
-        moezoo.compose("epochs=0")
     cfg = moezoo.compose("epochs=2")
     assert (cfg.steps, cfg.epochs) == (None, 2)
 

@@ -136,6 +136,8 @@ class Format(abc.ABC):
 
     def tensor(self, tensor: Tensor, scale: str | None = None, others: Iterable[str] = ()) -> "FewBitTensor":
         """Return a weight in this format. `scale` and `others` are names of tensors, by default the usual ones."""
+        if tensor.layout == "transposed":
+            raise UserError(f"{tensor.name}: {self.NAME} with inputs before outputs is not read; {ADVICE}")
         values, spellings, _ = self.names(tensor.name)
         factor = tensor.name + self.FACTOR if self.FACTOR else None
         return FewBitTensor(outputs_first(tensor), self, values, scale or spellings[0], tuple(others), factor)

@@ -10,7 +10,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from moezoo.models.base import LanguageModel, Unembedding
 from moezoo.models.block import Block, LayerOutput
@@ -19,6 +18,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.router import Routed
 from moezoo.nn.base import FeedForwardOutput, MixerOutput
 from moezoo.nn.positions import make_context
+from moezoo.parallel.axes import Stack
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
@@ -48,13 +48,7 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
     def program(model: LanguageModel) -> tuple[Any, Any, Any]:
         context = make_context(Coordinates(positions, jnp.ones_like(ids)), execution, "contiguous")
         x, before = _call_recording(model.embedding, "embedding", ids)
-        stacks = tuple(
-            dataclasses.replace(
-                stack, blocks=tuple(_RecordingBlock(b, block_path(s, k)) for k, b in enumerate(stack.blocks))
-            )
-            for s, stack in enumerate(model.stacks)
-        )
-        out = run_layers(stacks, x, context, execution, collect=lambda _, records: records)
+        out = run_layers(recording(model.stacks), x, context, execution, collect=lambda _, records: records)
         _, after = _call_recording(model.readout, "unembedding", out.x)
         return before, out.kept, after
 
@@ -65,20 +59,30 @@ def record_model(model: LanguageModel, tokens: np.ndarray) -> dict[Where, Module
         kept = jax.tree.map(lambda x, i=layer.index: x[i], inside[layer.stack][layer.kind])
         records += [(layer.number, one) for one in kept]
     records += [(None, one) for one in after]
-    return {(one.path, number): ModuleRecord(one.input, one.output) for number, one in records}
+    return {(one.path, number): ModuleRecord(one.input, _gates(one.output)) for number, one in records}
 
 
-class _Record(eqx.Module):
-    """The record of the module at `path`, as a compiled program returns it."""
+def recording(stacks: tuple[Stack, ...]) -> tuple[Stack, ...]:
+    """Return stacks whose blocks return a tuple of `Record`s in place of what they keep for a cache."""
+    return tuple(
+        dataclasses.replace(
+            stack, blocks=tuple(_RecordingBlock(b, block_path(s, k)) for k, b in enumerate(stack.blocks))
+        )
+        for s, stack in enumerate(stacks)
+    )
+
+
+class Record(eqx.Module):
+    """The record of the module at `path`, as a compiled program returns it; the `output` of a router is `Routed`."""
 
     path: str = eqx.field(static=True)
     input: Any
     output: Any
 
 
-def _call_recording(module: Any, path: str, *arguments: Any) -> tuple[Any, tuple[_Record, ...]]:
+def _call_recording(module: Any, path: str, *arguments: Any) -> tuple[Any, tuple[Record, ...]]:
     """Call `module` and also return the records of it and of every module inside it."""
-    records: list[_Record] = []
+    records: list[Record] = []
     result = _wrap(module, path, records)(*arguments)
     return result, tuple(records)
 
@@ -99,7 +103,7 @@ class _RecordingBlock(eqx.Module):
         return LayerOutput(out.x, None, records)
 
 
-def _wrap(module: Any, path: str, records: list[_Record]) -> Any:
+def _wrap(module: Any, path: str, records: list[Record]) -> Any:
     """Wrap `module` and every module inside it so that each call adds its input and output to `records`."""
     inside = {
         name: child
@@ -115,7 +119,7 @@ def _wrap(module: Any, path: str, records: list[_Record]) -> Any:
 class _Wrapped:
     """A module that records its calls and otherwise behaves as before."""
 
-    def __init__(self, module: Any, path: str, records: list[_Record]):
+    def __init__(self, module: Any, path: str, records: list[Record]):
         self._module, self._path, self._records = module, path, records
 
     def __getattr__(self, name: str) -> Any:
@@ -127,19 +131,23 @@ class _Wrapped:
         # Two modules of transformers return what ours return one level up. Its experts return the weighted sum over a
         # token's experts; our `Experts` returns a row for each. Its unembedding returns logits; ours is a matrix.
         if isinstance(self._module, Unembedding):
-            self._records.append(_Record(f"{self._path}.weight", None, output))
+            self._records.append(Record(f"{self._path}.weight", None, output))
         if isinstance(result, FeedForwardOutput) and result.routed is not None:
-            self._records.append(_Record(f"{self._path}.experts", None, result.routed))
-        self._records.append(_Record(self._path, x, output))
+            self._records.append(Record(f"{self._path}.experts", None, result.routed))
+        self._records.append(Record(self._path, x, output))
         return result
 
 
-def _array(result: Any) -> Array:
-    """Return a module's result as one array; for a router, each token's gate for each expert, zero if not chosen."""
-    if isinstance(result, Routed):
-        expert_ids, gates = result.assignment
-        num_experts = result.sums.counts.shape[-1]
-        return (jax.nn.one_hot(expert_ids, num_experts, dtype=gates.dtype) * gates[..., None]).sum(1)
+def _array(result: Any) -> Any:
+    """Return a module's result as one array, except that of a router."""
     if isinstance(result, MixerOutput):
         return result.leave(ALONE)
-    return result[0] if isinstance(result, tuple) else result
+    return result[0] if isinstance(result, tuple) and not isinstance(result, Routed) else result
+
+
+def _gates(output: Any) -> Any:
+    """Return what a module returned; for a router, each token's gate for each expert, zero if not chosen."""
+    if not isinstance(output, Routed):
+        return output
+    expert_ids, gates = output.assignment
+    return (gates[..., None] * (expert_ids[..., None] == np.arange(output.sums.counts.shape[-1]))).sum(1)

@@ -11,7 +11,7 @@ from moezoo.cli.model_keys import ModelKeys, configure_model, load_model, named_
 from moezoo.cli.text_keys import TextKeys, configure_text, load_text
 from moezoo.config import overrides
 from moezoo.config.options import key, take
-from moezoo.errors import UserError
+from moezoo.errors import UserError, locating
 from moezoo.typed import Range, show
 
 # What may differ between two ways to run one model on one text; `execution.param_dtype` is of the model.
@@ -36,7 +36,7 @@ class Keys(TextKeys):
     )
     top: int = key("the most specific tokens per expert to show", default=8, valid=Range(at_least=0))
     out: str | None = key(
-        "the folder to write: routing.html, routing.json and pictures (by default RUN/routing, or ./routing for a "
+        "the folder to write: routing.md, routing.json and pictures (by default RUN/routing, or ./routing for a "
         "Hugging Face folder)",
         "FOLDER",
         default=None,
@@ -70,7 +70,6 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.tools.routing.counted import compare_routing, routing
     from moezoo.tools.routing.report import lines, numbers, write
     from moezoo.training.files import check_writable, writing_to
-    from moezoo.training.metrics import read_metrics
 
     keys, changes = take(Keys, arguments)
     cfg = configure_text(keys, changes)
@@ -81,17 +80,16 @@ def main(arguments: Sequence[str]) -> None:
         check_writable(out)
     start(max(each.mesh.devices for each in (cfg, *ways.values())))  # JAX cannot add devices later
     execution = build_execution(cfg)
-    # What is compared -> which model, None for the same one, and how it runs.
-    compared: dict[str, Any] = {name: (None, build_execution(way)) for name, way in ways.items()}
     use, source = load_text(keys, cfg, changes)
+    # What is compared -> its model, None for the same one, and how it runs.
+    compared: dict[str, Any] = {way: (None, build_execution(each)) for way, each in ways.items()}
     if keys.other is not None:
-        compared[keys.other] = _check_other(keys, keys.other, cfg.model), execution
-    name, step, older, history = keys.run_dir or keys.folder or "", None, [], []
+        compared[keys.other] = _check_other(keys, keys.other, cfg), execution
+    name, step, older = keys.run_dir or keys.folder or "", None, []
     if run is not None:
         checkpoints, step = find(folder_path(named_run(keys), "run_dir"), "run_dir")
-        older = [each for each in steps(checkpoints) if each < step]
+        name, older = f"{name}, step {step:,}", [each for each in steps(checkpoints) if each < step]
         compared |= {f"step {each}": (ModelKeys(str(checkpoints / str(each))), execution) for each in older}
-        history = read_metrics(run / "metrics.jsonl", until=step)
     use_cache(cfg.cache_dir, execution.mesh)
     model, place = load_model(keys, changes, execution), [f"mesh.{axis}={n}" for axis, n in cfg.mesh.sizes.items()]
     options: Any = {"execution": execution, "split": use, "source": source}
@@ -103,45 +101,39 @@ def main(arguments: Sequence[str]) -> None:
             agreements[what] = compare_routing(model, other, cfg, other_execution=how, **options)
     loads = {each: agreements[f"step {each}"].load for each in older}
     loads |= {} if step is None else {step: text.tally.load}
-    shown = name if step is None else f"{name}, step {step:,}"
-    report = numbers(shown, f"data={source.name}, {use} documents", text, agreements, loads, keys.top)
+    report = numbers(name, f"data={source.name}, {use} documents", text, agreements, loads, keys.top)
     print("\n".join(lines(report)))
-    for path in write(name, report, text, history, out):
+    for path in write(report, text, out):
         print(f"{'written':<11} {path}")
 
 
-def _check_other(keys: Keys, other: str, model: Any) -> ModelKeys:
-    """Return the keys of the second model; `model` are the sizes of the first.
+def _check_other(keys: Keys, other: str, cfg: Any) -> ModelKeys:
+    """Return the keys of the second model; `cfg` has the sizes of the first.
 
     Raises `UserError` unless both have the same sizes and tokenizer, as far as files show them.
     """
-    from moezoo.config.compose import folder_path, read_run
+    from moezoo.config.build import blueprint_of
+    from moezoo.config.compose import folder_path
     from moezoo.config.run_folders import find
     from moezoo.data.tokenizer import is_same_tokenizer
     from moezoo.hub.folders import find_tokenizer
+    from moezoo.tools.routing.counted import check_alike
 
-    if (Path(other).expanduser() / "config.json").exists():
-        second = ModelKeys(folder=other)
-    else:
-        read_run(other, "other")  # its message names this key
+    def tokenizer(model: ModelKeys) -> Path | None:
+        return find_tokenizer(model.folder) if model.folder else configure_model(model, ()).data.tokenizer_file()
+
+    is_folder = (Path(other).expanduser() / "config.json").exists()
+    if not is_folder:
         find(folder_path(other, "other"), "other")
-        second = ModelKeys(run_dir=other)
-    path, sizes = keys.folder or keys.run_dir or "", configure_model(second, ()).model
-    for name in ("layers", "experts", "experts_per_token", "vocab"):
-        ours, theirs = getattr(model, name), getattr(sizes, name)
-        if ours != theirs:
-            raise UserError(
-                f"other={show(other)} has model.{name}={theirs}, {show(path)} has {ours}; name a model of the same "
-                "sizes, such as another checkpoint"
-            )
-    own, its = (
-        find_tokenizer(each.folder) if each.folder else configure_model(each, ()).data.tokenizer_file()
-        for each in (keys, second)
-    )
+    second = ModelKeys(folder=other) if is_folder else ModelKeys(run_dir=other)
+    with locating(f"other={show(other)}"):
+        check_alike(blueprint_of(cfg).shapes, blueprint_of(configure_model(second, ())).shapes)
+    own, its = map(tokenizer, (keys, second))
     if (own is None) != (its is None) or (own and its and not is_same_tokenizer(own, its)):
+        ours, theirs = (show(str(path)) if path else "no tokenizer" for path in (own, its))
         raise UserError(
-            f"other={show(other)} has {show(str(its)) if its else 'no tokenizer'}, {show(path)} has "
-            f"{show(str(own)) if own else 'no tokenizer'}, which make other tokens; name a model of the same tokenizer"
+            f"other={show(other)} has {theirs}, {show(keys.folder or keys.run_dir)} has {ours}, which make other "
+            "tokens; name a model of the same tokenizer"
         )
     return second
 

@@ -1,6 +1,6 @@
 """How a model routes the tokens of a text, and how far another model, or another way to run it, routes them alike."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -17,31 +17,30 @@ from moezoo.models.layers import layers_with_experts
 from moezoo.parallel.execution import Execution
 from moezoo.progress import OnBatch
 from moezoo.tools.routing.expert_ids import make_expert_ids
-from moezoo.tools.routing.tally import SpecificToken, Tally, count_shared
+from moezoo.tools.routing.tally import SpecificToken, Tally, log_odds
 from moezoo.typed import convert, show
 
 _CONTEXT = 24  # tokens before and after one that is shown
 
 
 class TextRows(NamedTuple):
-    """Rows in `count` batches of one `shape` [batch, seq].
+    """Rows in batches of one `shape` [batch, seq].
 
-    `read(first, rows)` returns rows of one batch, numbered over all batches, as NumPy arrays; `decode` turns token ids
-    into text; `unit` is what a token is, "byte" or "token".
+    `readers[number](first, rows)` returns rows of batch `number` as NumPy arrays; `decode` turns token ids into text;
+    `unit` is what a token is, "byte" or "token".
     """
 
-    read: Callable[[int, int], Batch]
-    count: int
+    readers: Sequence[Callable[[int, int], Batch]]
     shape: tuple[int, int]
     decode: Callable[[Iterable[SupportsIndex]], str]
     unit: str
 
     def batches(self, on_batch: OnBatch = lambda done, total: None) -> Iterator[Batch]:
         """Yield the batches in order; `on_batch` is called before each and at the end."""
-        for number in range(self.count):
-            on_batch(number, self.count)
-            yield self.read(number * self.shape[0], self.shape[0])
-        on_batch(self.count, self.count)
+        for number, read in enumerate(self.readers):
+            on_batch(number, len(self.readers))
+            yield read(0, self.shape[0])
+        on_batch(len(self.readers), len(self.readers))
 
 
 class Context(NamedTuple):
@@ -67,12 +66,20 @@ class TextRouting(NamedTuple):
 
     def specific_tokens(self, count: int = 8) -> list[list[list[SpecificToken]]]:
         """Return the tokens that are most specific to each expert of each layer, at most `count`, the best first."""
-        return self.tally.specific_tokens(count)
+        tally, found = self.tally, []
+        for chosen, first in zip(tally.chosen, tally.first, strict=True):
+            scores = np.where(chosen > 0, log_odds(chosen, tally.occurrences), 0)
+            best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+            scores, chosen, first = (np.take_along_axis(each, best, 1) for each in (scores, chosen, first))
+            fields = np.stack([tally.token_ids[best], scores, chosen, tally.occurrences[best], first], 2, dtype=object)
+            shown = scores > 1e-9  # one expert's are 0 up to rounding
+            found.append([[SpecificToken(*each) for each in fields[e, shown[e]]] for e in range(len(best))])
+        return found
 
     def context(self, place: int) -> Context:
         """Return the text around a token, of its document alone; `place` is that of a `SpecificToken`."""
-        row, at = divmod(place, self.rows.shape[1])
-        (ids,), _, (segments,), _ = self.rows.read(row, 1)
+        number, row, at = map(int, np.unravel_index(place, (len(self.rows.readers), *self.rows.shape)))
+        (ids,), _, (segments,), _ = self.rows.readers[number](row, 1)
         before, after = np.arange(max(at - _CONTEXT, 0), at), np.arange(at + 1, len(ids))[:_CONTEXT]
         parts = (part[segments[part] == segments[at]] for part in (before, np.array([at]), after))
         return Context(*(self.rows.decode(ids[part]) for part in parts))
@@ -148,28 +155,30 @@ def compare_routing(
     check_type("other", other, LanguageModel, "give a model, such as moezoo.load_run returns")
     if other_execution is not None:
         check_type("other_execution", other_execution, Execution, "write other_execution=moezoo.execution(cfg)")
+    check_alike(model, other)
     runs = (model, execution), (other, other_execution or execution)
     one, two = (make_expert_ids(*each, rows.shape) for each in runs)
-    layers = layers_with_experts(model.stacks)
-    for what, ours, theirs in (
-        ("vocabularies of", model.vocab, other.vocab),
-        ("experts per layer:", model.config.experts, other.config.experts),
-        ("experts per token:", model.config.experts_per_token, other.config.experts_per_token),
-        ("layers with experts:", layers, layers_with_experts(other.stacks)),
-    ):
+    layers, experts = len(layers_with_experts(model.stacks)), model.config.experts
+    shared, load = np.zeros(layers, np.int64), np.zeros((layers, experts), np.int64)
+    for batch in rows.batches(on_batch):
+        ours, theirs = (each(batch)[:, batch.segments > 0] for each in (one, two))  # [layer, tokens, k]
+        shared += (ours[..., None] == theirs[..., None, :]).sum((1, 2, 3))
+        load += np.stack([np.bincount(ids.ravel(), minlength=experts) for ids in theirs])
+    return RoutingAgreement(shared / np.maximum(load.sum(1), 1), load)
+
+
+def check_alike(model: LanguageModel, other: LanguageModel) -> None:
+    """Raise `UserError` unless two models, which may be shapes, have as many tokens and experts, in the same layers."""
+    names = "vocabularies of", "experts per layer:", "experts per token:", "layers with experts:"
+    sizes = (
+        (m.vocab, m.config.experts, m.config.experts_per_token, layers_with_experts(m.stacks)) for m in (model, other)
+    )
+    for what, ours, theirs in zip(names, *sizes, strict=True):
         if ours != theirs:
             raise UserError(
                 f"the models have {what} {show(ours)} and {show(theirs)}, so their choices cannot be compared; take "
                 "another checkpoint of the same model"
             )
-    experts, chosen, shared = model.config.experts, 0, np.zeros(len(layers), np.int64)
-    load = np.zeros((len(layers), experts), np.int64)
-    for batch in rows.batches(on_batch):
-        ours, theirs = (each(batch)[:, batch.segments > 0] for each in (one, two))  # [layer, tokens, k]
-        chosen += ours[0].size
-        shared += count_shared(ours, theirs).sum(1)
-        load += np.stack([np.bincount(ids.ravel(), minlength=experts) for ids in theirs])
-    return RoutingAgreement(shared / max(chosen, 1), load)
 
 
 def _prepare(model: Any, data: Any, execution: Any, split: Any, source: Any) -> tuple[TextRows, Execution]:
@@ -188,13 +197,9 @@ def rows_of_source(source: Source, cfg: TrainConfig) -> TextRows:
     """Return the rows that an evaluation of `cfg` reads: `data.eval_sequences` validation rows of each source."""
     size, seq_len, limit = cfg.batch_size, cfg.seq_len, cfg.data.eval_sequences
     parts = [validation_batches(x, seq_len=seq_len, batch_size=size, limit=limit) for x in source.parts.values()]
-    starts = [(part, number * size) for part in parts for number in range(len(part))]  # of each batch, in its part
-
-    def read(first: int, rows: int) -> Batch:
-        part, start = starts[first // size]
-        return part.read(start + first % size, rows)
-
-    return TextRows(read, len(starts), (size, seq_len), source.decode, source.unit)
+    starts = ((part, number * size) for part in parts for number in range(len(part)))  # of each batch, in its part
+    readers = [lambda first, rows, part=part, start=start: part.read(start + first, rows) for part, start in starts]
+    return TextRows(readers, (size, seq_len), source.decode, source.unit)
 
 
 def _rows_of_tokens(tokens: object, model: LanguageModel) -> TextRows:
@@ -211,8 +216,5 @@ def _rows_of_tokens(tokens: object, model: LanguageModel) -> TextRows:
     check_inside("data", batch.tokens[valid], vocab, f"model.vocab={vocab}")
     check_inside("positions of data", batch.positions[valid], limit.tokens, str(limit))
     batch = Batch(*(x.astype(np.int32) for x in batch))
-
-    def read(first: int, rows: int) -> Batch:
-        return Batch(*(x[first : first + rows] for x in batch))
-
-    return TextRows(read, 1, batch.tokens.shape, Numbers(vocab).decode, "token")
+    read = lambda first, rows: Batch(*(x[first : first + rows] for x in batch))  # noqa: E731
+    return TextRows([read], batch.tokens.shape, Numbers(vocab).decode, "token")

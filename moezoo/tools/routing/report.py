@@ -1,45 +1,26 @@
-"""What `moezoo routing` prints and writes of its numbers: lines, JSON, pictures and a page."""
+"""What `moezoo routing` prints and writes of its numbers: lines, JSON, pictures and a page of Markdown."""
 
-import base64
-import html
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import moezoo.tables as tables
 from moezoo.tools.routing.counted import RoutingAgreement, TextRouting
-from moezoo.tools.routing.tally import SpecificToken
 from moezoo.training.files import replace_text, writing_to
-from moezoo.training.pictures import load_picture, relative_picture, routing_picture
+from moezoo.training.pictures import load_picture, relative_picture
+from moezoo.typed import show
 
-_PAIRS, _PARTNERS = 16, 3  # the strongest pairs of a layer in JSON, and those of an expert on the page
-# The page is smaller than 5 MB: pictures and layers that would not fit are left to the other files.
-_MOST_BYTES, _MOST_PICTURES = 4_800_000, 2_400_000
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: .15rem .7rem .15rem 0 }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-thead th, tr.expert > * { border-top: 1px solid color-mix(in srgb, currentColor 25%, transparent) }
-img { max-width: 100%; background: white } bdi { font-family: ui-monospace, monospace; white-space: pre-wrap }
-mark { font-family: ui-monospace, monospace; white-space: pre } summary { cursor: pointer; margin: .5rem 0 }
-.dim { opacity: .65 }
+_PAIRS = 16  # the strongest ones of a layer
+_MOST_BYTES = 2_000_000  # of a page: what shows Markdown takes long for more
+_ESCAPES = str.maketrans({"`": r"\x60", "|": r"\x7c"})
+_EXPLANATION = """
+docs/routing.md of the repository defines the numbers. Below the name of another way, model or checkpoint stands the
+share of choices that differ. Pairs are chosen together so often, relative to independent choices (1). Texts are written
+as in Python.
 """
-# Nothing is loaded or run, whatever the text holds.
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_LAYERS = (
-    "Entropy is that of the load, divided by log E: 1 is balanced. Violation is the largest load / mean load - 1: 0 is "
-    "balanced. Dead experts get no token of this text. A further column is the share of choices that differ from those "
-    "of what its head names."
-)
-_EXPERTS = (
-    "With experts: those that are chosen with it most often, relative to independence (1). Its most specific tokens "
-    "have the highest z-scores of log-odds ratios, of its choices against those of the other experts of its layer "
-    "(Monroe et al., 2008). Chosen: how many of all occurrences went to it; context: the first of these."
-)
-_MARKS = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 def numbers(
@@ -50,19 +31,16 @@ def numbers(
     loads: Mapping[int, np.ndarray],
     top: int,
 ) -> dict[str, Any]:
-    """Return what `routing.json` has, of which all else is made.
+    """Return what `routing.json` has, of which all else is made, with up to `top` specific tokens per expert.
 
-    Args:
-        model: The name of the model, and `documents` that of what was read.
-        text: The routing of the text.
-        agreements: What was compared -> how far it routes alike.
-        loads: The step of a checkpoint -> the load [layer, experts] of the same text.
-        top: The number of specific tokens per expert.
+    `documents` names what was read. `agreements` are by what was compared, and `loads` [layer, experts], of the same
+    text, by the step of a checkpoint.
     """
-    tally, co_activation, layers = text.tally, text.tally.co_activation, []
-    found = zip(text.layers, tally.balance_by_layer, text.specific_tokens(top), strict=True)
-    for row, (layer, balance, experts) in enumerate(found):
-        pairs = [divmod(at, len(experts)) for at in _strongest(np.triu(co_activation[row], 1), _PAIRS)]
+    tally, layers, num_experts = text.tally, [], text.tally.load.shape[1]
+    counts = text.layers, tally.balance_by_layer, tally.pairs, tally.co_activation, text.specific_tokens(top)
+    for row, (layer, balance, both, co_activation, experts) in enumerate(zip(*counts, strict=True)):
+        relative = np.nan_to_num(np.triu(co_activation, 1)).ravel()
+        strongest = np.argsort(-relative, kind="stable")[:_PAIRS].tolist()
         layers.append(
             {
                 "layer": layer,
@@ -71,28 +49,31 @@ def numbers(
                 "violation": float(balance.mean_violation),
                 "dead": np.flatnonzero(tally.dead[row]).tolist(),
                 "pairs": [
-                    {"experts": [*at], "together": int(tally.pairs[row, *at]), "relative": co_activation[row, *at]}
-                    for at in pairs
+                    {"experts": divmod(at, num_experts), "together": int(both.flat[at]), "relative": relative[at]}
+                    for at in strongest
+                    if relative[at] > 0
                 ],
-                "tokens": [[_in_context(token, text) for token in expert] for expert in experts],
+                # A text without characters is shown as its number.
+                "tokens": [
+                    [
+                        each._asdict() | around._asdict() | {"token": around.token or f"[{each.token}]"}
+                        for each in tokens
+                        for around in [text.context(each.place)]
+                    ]
+                    for tokens in experts
+                ],
                 "agreement": {name: float(each.agreement[row]) for name, each in agreements.items()},
                 "load_by_step": {step: load[row].tolist() for step, load in loads.items()},
             }
         )
     return {
-        "model": f"{model}: {len(layers)} layers with {tally.load.shape[1]} experts, {tally.k} per token",
+        "model": f"{model}: {len(layers)} layers with {num_experts} experts, {tally.k} per token",
         "text": f"{documents}: {tally.tokens:,} {text.rows.unit}s",
         "tokens": tally.tokens,
         "experts_per_token": tally.k,
         "balance": {name: float(value) for name, value in tally.balance._asdict().items()},
         "layers": layers,
     }
-
-
-def _in_context(token: SpecificToken, text: TextRouting) -> dict[str, Any]:
-    """Return the numbers of a token and its text; [number] in place of a text without characters."""
-    context = text.context(token.place)
-    return token._asdict() | context._asdict() | {"token": context.token or f"[{token.token}]"}
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
@@ -108,114 +89,63 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{name:<11} {text}" for name, text in rows]
 
 
-def write(model: str, report: Mapping[str, Any], text: TextRouting, history: list[Any], folder: Path) -> list[Path]:
-    """Write all files to the folder, and return their paths. `history` are the logged steps of a run."""
+def write(report: Mapping[str, Any], text: TextRouting, folder: Path) -> list[Path]:
+    """Write all files to the folder, and return their paths."""
     with writing_to("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = _draw(report, text, history, folder)
-        page, table = folder / "routing.html", folder / "routing.json"
-        replace_text(table, json.dumps(report, indent=1))
-        replace_text(page, make_page(model, report, text.tally.co_activation, pictures))
-    return [page, table, *pictures.values()]
+        pictures = _draw(text, [each["load_by_step"] for each in report["layers"]], folder)
+        replace_text(folder / "routing.md", make_page(report, pictures))
+        replace_text(folder / "routing.json", json.dumps(report, indent=1))
+    return [folder / name for name in ("routing.md", "routing.json", *pictures)]
 
 
-def _draw(report: Mapping[str, Any], text: TextRouting, history: list[Any], folder: Path) -> dict[str, Path]:
-    """Draw the pictures; return them by what they show."""
-    pictures, tally, layers = {}, text.tally, [f"layer {number}" for number in text.layers]
-
-    def draw(title: str, name: str, across: str, panels: np.ndarray, columns: Iterable[object] = ()) -> None:
-        pictures[title], by_layer = folder / name, dict(zip(layers, panels, strict=True))
-        relative_picture(by_layer, folder / name, title=title, labels=("expert", across), columns=[*columns])
-
-    pictures["Load of each expert, relative to the mean of its layer"] = folder / "load.png"
+def _draw(text: TextRouting, by_step: list[dict[int, list[int]]], folder: Path) -> list[str]:
+    """Draw the pictures, and return the names of their files. `by_step` are the loads of each layer."""
+    tally, pictures, layers = text.tally, ["load.png"], [f"layer {number}" for number in text.layers]
     load_picture(tally.load, text.layers, folder / "load.png", steps=f"{tally.tokens:,} {text.rows.unit}s of text")
     if not np.isnan(tally.co_activation).all():
-        draw("Experts chosen together, relative to independence", "pairs.png", "expert", tally.co_activation)
-    by_step = [each["load_by_step"] for each in report["layers"]]
+        pictures.append("pairs.png")
+        panels = dict(zip(layers, tally.co_activation, strict=True))
+        title = "Experts chosen together, relative to independence"
+        relative_picture(panels, folder / pictures[-1], title=title, labels=("expert", "expert"))
     if len(by_step[0]) > 1:
+        pictures.append("load_by_step.png")
         loads = np.array([[*each.values()] for each in by_step]).swapaxes(1, 2)  # [layer, expert, step]
-        relative = loads * loads.shape[1] / np.maximum(loads.sum(1, keepdims=True), 1)
-        draw("Load of each expert by checkpoint, on the same text", "load_by_step.png", "step", relative, by_step[0])
-    if history:
-        pictures["Balance by step, of the batches of training"] = folder / "balance.png"
-        routing_picture(history, folder / "balance.png")
+        panels = dict(zip(layers, loads * loads.shape[1] / np.maximum(loads.sum(1, keepdims=True), 1), strict=True))
+        title, labels = "Load of each expert by checkpoint, on the same text", ("expert", "step")
+        relative_picture(panels, folder / pictures[-1], title=title, labels=labels, columns=[*by_step[0]])
     return pictures
 
 
-def escape(text: str) -> str:
-    """Return text as HTML shows it: markup escaped, and characters that print nothing as signs or numbers.
-
-    These are control characters, those that change the direction of writing, and halves of characters.
-    """
-    visible = "".join(_MARKS.get(c) or (c if c.isprintable() else f"\\u{ord(c):04x}") for c in text)
-    return html.escape(visible)
+def code(text: str) -> str:
+    """Return printable text as code of Markdown, which ends neither early nor at the end of a table's cell."""
+    return f"`{text.translate(_ESCAPES)}`"
 
 
-def make_page(model: str, report: Mapping[str, Any], co_activation: np.ndarray, pictures: Mapping[str, Path]) -> str:
-    """Return one HTML file without scripts that loads nothing; `pictures` are PNG files by title."""
-    layers = zip(report["layers"], co_activation, strict=True)
-    parts = [_beginning(model, report, pictures), *(_layer(number == 0, *each) for number, each in enumerate(layers))]
-    sizes = np.cumsum([len(part.encode()) for part in parts])
-    left = int((sizes[1:] > _MOST_BYTES).sum())
-    more = f"<p>{left} layers more are in routing.json.</p>" if left else ""
-    return f"{''.join(parts[: len(parts) - left])}{more}</body></html>\n"
-
-
-def _cells(values: Iterable[object], tag: str = "td") -> str:
-    """Return cells of a table: the first has text, the others numbers."""
-    return "".join(f"<{tag}{' class=n' * (at > 0)}>{value}</{tag}>" for at, value in enumerate(values))
-
-
-def _beginning(model: str, report: Mapping[str, Any], pictures: Mapping[str, Path]) -> str:
-    """Return what stands before the experts."""
-    rows, images, size, title = [], [], 0, f"Routing of {escape(model)}"
+def make_page(report: Mapping[str, Any], pictures: list[str]) -> str:
+    """Return the page: Markdown in which all text is code. `pictures` are names of files beside it."""
+    head, rows = ("layer", "entropy", "violation", "dead", *map(code, report["layers"][0]["agreement"])), []
     for each in report["layers"]:
-        values = each["layer"], f"{each['entropy']:.3f}", f"{each['violation']:.2f}", len(each["dead"])
-        rows.append(f"<tr>{_cells([*values, *(f'{1 - share:.3%}' for share in each['agreement'].values())])}</tr>")
-    for name, path in pictures.items():
-        data = base64.b64encode(path.read_bytes()).decode()
-        size += len(data)
-        image = f'<img alt="{escape(name)}" src="data:image/png;base64,{data}">'
-        images.append(f"<h2>{escape(name)}</h2>{image if size < _MOST_PICTURES else escape(path.name)}")
-    head = ["layer", "entropy", "violation", "dead", *map(escape, report["layers"][0]["agreement"])]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head><body>'
-        f"<h1>{title}</h1>{''.join(f'<p>{name}: {escape(report[name])}</p>' for name in ('model', 'text'))}"
-        f"<h2>Layers</h2><p>{_LAYERS}</p><table><thead><tr>{_cells(head, 'th')}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>{''.join(images)}<h2>Experts</h2><p>{_EXPERTS}</p>"
-    )
+        figures = f"{each['layer']}", f"{each['entropy']:.3f}", f"{each['violation']:.2f}", f"{len(each['dead'])}"
+        rows.append([*figures, *(f"{1 - share:.3%}" for share in each["agreement"].values())])
+    beginning = ["# Routing of a text\n", *(f"- {name}: {code(show(report[name]))}" for name in ("model", "text"))]
+    beginning += ["", *tables.markdown(head, rows, right=range(len(head))), _EXPLANATION]
+    parts = ["\n".join(beginning + [f"![{name}]({name})" for name in pictures]), *map(_section, report["layers"])]
+    left = int((np.cumsum([len(part.encode()) for part in parts])[1:] > _MOST_BYTES).sum())
+    return "\n".join([*parts[: len(parts) - left], *[f"\n{left} layers more are in routing.json."] * (left > 0), ""])
 
 
-def _layer(is_open: bool, layer: Mapping[str, Any], co_activation: np.ndarray) -> str:
-    """Return the experts of one layer."""
-    mean, rows = max(np.mean(layer["load"]), 1e-9), []
-    for number, (load, tokens, related) in enumerate(zip(layer["load"], layer["tokens"], co_activation, strict=True)):
-        partners = ", ".join(f"{at} ({related[at]:.2f})" for at in _strongest(related, _PARTNERS))
-        span = f" rowspan={max(len(tokens), 1)}"
-        rows.append(
-            f"<tr class=expert><th{span}>{number}</th><td{span} class=n>{load:,}</td>"
-            f"<td{span} class=n>{load / mean:.2f}</td><td{span}>{partners}</td>"
-            f"{'</tr><tr>'.join(map(_token, tokens)) or '<td colspan=4></td>'}</tr>"
-        )
-    names = ("expert", "load", "load / mean", "with experts", "token", "score", "chosen", "context")
-    return (
-        f"<details{' open' * is_open}><summary>Layer {layer['layer']}</summary><table><thead><tr>"
-        f"{''.join(f'<th>{name}</th>' for name in names)}</tr></thead><tbody>{''.join(rows)}</tbody></table></details>"
-    )
-
-
-def _token(token: Mapping[str, Any]) -> str:
-    """Return the cells of one token."""
-    before, text, after = (escape(token[name]) for name in ("before", "token", "after"))
-    return (
-        f"<td><mark>{text}</mark></td><td class=n>{token['score']:.1f}</td>"
-        f"<td class=n>{token['chosen']:,} of {token['occurrences']:,}</td>"
-        f"<td><bdi><span class=dim>{before}</span><mark>{text}</mark><span class=dim>{after}</span></bdi></td>"
-    )
-
-
-def _strongest(co_activation: np.ndarray, count: int) -> list[int]:
-    """Return the places, in the flat array, of up to `count` of its largest numbers above 0, the largest first."""
-    flat = np.nan_to_num(co_activation).ravel()
-    return [int(at) for at in np.argsort(-flat, kind="stable")[:count] if flat[at] > 0]
+def _section(layer: Mapping[str, Any]) -> str:
+    """Return the section of a layer, with one for each of its experts."""
+    mean = max(np.mean(layer["load"]), 1e-9)
+    pairs = ("{} and {} ({:.2f})".format(*pair["experts"], pair["relative"]) for pair in layer["pairs"])
+    found = [f"\n## Layer {layer['layer']}", f"\nPairs: {', '.join(pairs) or 'none'}."]
+    for number, (load, tokens) in enumerate(zip(layer["load"], layer["tokens"], strict=True)):
+        found.append(f"\n### Expert {number}\n\nLoad {load:,}, {load / mean:.2f} times the mean.\n")
+        rows = []
+        for token in tokens:
+            chosen = f"{token['chosen']:,} of {token['occurrences']:,}"
+            texts = (code(repr(token[name])) for name in ("before", "token", "after"))
+            rows.append([f"{token['score']:.1f}", chosen, *texts])
+        found += tables.markdown(("score", "chosen", "before", "token", "after"), rows, right=range(3))
+    return "\n".join(found)

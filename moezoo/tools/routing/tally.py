@@ -103,18 +103,6 @@ class Tally:
         expected[:, range(experts), range(experts)] = 0
         return np.where(expected > 0, self.pairs / np.where(expected > 0, expected, 1), np.nan)
 
-    def specific_tokens(self, count: int) -> list[list[list[SpecificToken]]]:
-        """Return for each layer and expert up to `count` tokens with the highest scores above 0, in this order."""
-        found = []
-        for chosen, first in zip(self.chosen, self.first, strict=True):
-            scores = np.where(chosen > 0, log_odds(chosen, self.occurrences), 0)
-            best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-            scores, chosen, first = (np.take_along_axis(each, best, 1) for each in (scores, chosen, first))
-            fields = np.stack([self.token_ids[best], scores, chosen, self.occurrences[best], first], 2, dtype=object)
-            shown = scores > 1e-9  # one expert's are 0 up to rounding
-            found.append([[SpecificToken(*each) for each in fields[e, shown[e]]] for e in range(len(best))])
-        return found
-
 
 def _balance(load: np.ndarray) -> Balance:
     # float32 also counts texts whose assignments exceed int32.
@@ -142,8 +130,3 @@ def log_odds(
     own, rest = chosen + prior, chosen.sum(0) - chosen + prior
     odds = [part / (part.sum(1, keepdims=True) - part) for part in (own, rest)]
     return np.log(odds[0] / odds[1]) / np.sqrt(1 / own + 1 / rest)
-
-
-def count_shared(one: Integer[np.ndarray, "*dims k"], other: Integer[np.ndarray, "*dims k"]) -> np.ndarray:
-    """Return how many experts of each token are in both choices, in any order: [*dims]."""
-    return np.asarray(sum((one[..., k : k + 1] == other).sum(-1) for k in range(one.shape[-1])))

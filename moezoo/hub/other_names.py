@@ -1,0 +1,176 @@
+"""Folders whose tensors are named otherwise than the family's rows say, and what is read of them, for all families.
+
+A form that is not read yet is a new row of a table here:
+
+| table | what differs |
+|---|---|
+| `WRAPPERS` | parts of names, which programs add that wrap modules |
+| `WAYS` | what the names of a model begin with |
+| `FORMS` | which tensors hold the same arrays |
+| `STRANGERS` | everything: names of other libraries, which are refused with what to do |
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from moezoo.errors import UserError
+from moezoo.hub.few_bits import FORMATS
+from moezoo.hub.nested import BESIDE, INSIDE, Nesting, begin
+from moezoo.hub.tensors import list_names
+from moezoo.hub.weight_files import StoredTensor, WeightFiles
+from moezoo.models import ModelConfig
+from moezoo.models.base import LanguageModel
+from moezoo.models.hub import Hub
+from moezoo.models.names import MLP, MOE, SWIGLU, Rows, rows
+from moezoo.nn.rope import frequencies
+from moezoo.nn.rotary import Rotary
+from moezoo.typed import show
+
+
+class Wrapper(NamedTuple):
+    """A program that adds a `part`, between dots, to names in what it wraps: in any module, or in the whole model."""
+
+    part: str
+    by: str
+    around: Literal["a module", "the model"] = "a module"
+
+
+WRAPPERS = (
+    Wrapper("_orig_mod", "torch.compile"),
+    Wrapper("_fsdp_wrapped_module", "FullyShardedDataParallel"),
+    Wrapper("_checkpoint_wrapped_module", "checkpoint_wrapper"),
+    Wrapper("module", "DistributedDataParallel and DeepSpeed", "the model"),
+)
+
+# Where the config.json is that of the text model alone. The first that fits holds, after that of the rows.
+WAYS = (
+    INSIDE,  # the text model was cut out of a model for images, and has kept the names
+    BESIDE,
+    begin("language_model.layers.", "language_model.", "lm_head."),
+    # The model without its unembedding, as transformers' AutoModel has it, or with it.
+    {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "rotary_emb")},
+)
+
+
+class Form(NamedTuple):
+    """Rows in place of those of the same arrays in a family. They hold where a folder has all of these and no other.
+
+    `shapes`: the dimensions of each tensor, where they tell this form from a later one with the same names: E experts,
+    d the width of the model, I that of an expert.
+    """
+
+    by: str
+    rows: Rows
+    shapes: tuple[str, ...] = ()
+
+
+_JOINED, _EXPERTS = "gate+up=gate_up_proj down=down_proj", (f"{MOE}experts.", f"{MLP}experts.")
+FORMS = (
+    Form("qwen3_vl_moe as released", rows(*_EXPERTS, _JOINED, "transposed"), ("E d 2I", "E I d")),
+    # What transformers 5 has in memory: in raw state dicts, and saved with save_original_format=False.
+    Form("transformers 5", rows(*_EXPERTS, _JOINED, "of_experts")),
+    Form("transformers 5, mixtral, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "weight=gate.weight")),
+    Form("transformers 5, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "choice_bias=e_score_correction_bias")),
+    Form(
+        "transformers 5, ernie4_5_moe",
+        rows(f"{MOE}router.", f"{MLP}gate.moe_statics.", "choice_bias=e_score_correction_bias", "row"),
+    ),
+    Form("transformers 5, hy_v3", rows(f"{MOE}shared.", f"{MLP}shared_experts.", SWIGLU)),
+    Form("VeOmni", rows(*_EXPERTS, "gate=gate_proj up=up_proj down=down_proj", "of_experts")),
+)
+
+# What a name begins with, and what such a folder is.
+STRANGERS = {
+    "base_model.model.": "PEFT wraps the model: merge_and_unload() and save it, or save its pairs alone with "
+    "save_pretrained and pass that folder as adapter= beside the base",
+    "decoder.layers.": "these are Megatron's names; export a Hugging Face folder, such as with Megatron Bridge",
+    "tok_embeddings.": "these are the names of Meta's and Mistral's own files; download the Hugging Face ones",
+}
+
+
+def find_names(names: Collection[str], is_nested: bool, folder: Path) -> dict[str, str]:
+    """Return what the tensors of a folder are called without wrappers and other beginnings, and their names there.
+
+    `is_nested`: whether config.json is that of a model for images, whose beginnings `find_nesting` knows.
+
+    Raises `UserError` where two tensors become one.
+    """
+    anywhere = {each.part for each in WRAPPERS if each.around == "a module"}
+    found = {name: ".".join(part for part in name.split(".") if part not in anywhere) for name in names}
+    for part in [each.part for each in WRAPPERS if each.around == "the model"]:
+        while all(text.startswith(f"{part}.") for text in found.values()):
+            found = {name: text.removeprefix(f"{part}.") for name, text in found.items()}
+    ways = (way for way in WAYS if _begins(found.values(), way["model.layers."]))
+    if not (is_nested or _begins(found.values(), "model.layers.")) and (way := next(ways, None)):
+        found = {name: Nesting(names=way).to_text(text) or text for name, text in found.items()}
+    ours: dict[str, str] = {}
+    for name, text in found.items():
+        if (other := ours.setdefault(text, name)) != name:
+            both = " and ".join(map(show, sorted((name, other))))
+            raise UserError(f"{folder} has {both}, two names of one tensor; take one out")
+    return ours
+
+
+def _begins(texts: Iterable[str], with_this: str) -> bool:
+    return any(text.startswith(with_this) for text in texts)
+
+
+def find_rows(hub: Hub, config: ModelConfig, nesting: Nesting, tensors: Mapping[str, StoredTensor]) -> Hub:
+    """Return a family's mapping with the rows that a folder of these tensors has."""
+    texts = ((nesting.to_text(name), name) for name in tensors)
+    examples = {re.sub(r"\.\d+(?=\.)", ".{}", text): name for text, name in texts if text is not None}
+    sizes = {"E": config.experts, "d": config.embed, "I": config.expert_mlp, "2I": 2 * config.expert_mlp}
+    kind = hub.type_of(config)
+    found = hub.types[kind].rows
+    for form in FORMS:
+        arrays = {path for row in form.rows for path in row.ours}
+        usual = [row for row in found if arrays & {*row.ours}]
+        if not usual or any(_examples(row.name, examples) for row in usual):
+            continue
+        there = [_examples(row.name, examples) for row in form.rows]
+        wanted = [tuple(sizes[letter] for letter in shape.split()) for shape in form.shapes]
+        if all(there) and all(tensors[a[0]].shape == b for a, b in zip(there, wanted, strict=False)):
+            found = (*(row for row in found if row not in usual), *form.rows)
+    return dataclasses.replace(hub, types={**hub.types, kind: dataclasses.replace(hub.types[kind], rows=found)})
+
+
+def _examples(row: str, examples: Mapping[str, str]) -> list[str]:
+    """Return tensors of a row; the names of those of few bits have an ending."""
+    pattern = re.sub(r"\{\w+\}", "{}", row)
+    return [examples[pattern + end] for end in sorted({form.VALUES for form in FORMATS}) if pattern + end in examples]
+
+
+def describe_names(found: Collection[str], left: Collection[str]) -> str:
+    """Return what tensors a folder has, of which `left` are unknown, for the end of a message."""
+    ends = [f"; {what}" for begins, what in STRANGERS.items() if _begins(found, begins)]
+    some = f"{len(left)} of them unknown: {list_names(sorted(left), 5)}" if left else f"such as {list_names(found, 5)}"
+    return f"the files have {len(found)} tensors, {some}{ends[0] if ends else ''}"
+
+
+def check_frequencies(files: WeightFiles, names: Iterable[str], model: LanguageModel) -> None:
+    """Raise `UserError` where rotary frequencies of a folder, the tensors `names`, are not those of config.json.
+
+    They may be those before the extension to longer texts. Some released folders have frequencies for another number
+    of dimensions than rotate, which no reader uses; these are not compared.
+    """
+    parts = (vars(block.attention).values() for stack in model.stacks for block in stack.blocks)
+    rotaries = {part for some in parts for part in some if isinstance(part, Rotary)}
+    ways = [way for r in rotaries for way in (r.scaling.frequencies(r.dims, r.base), frequencies(r.dims, r.base))]
+    for name in names:
+        files.check(name, files.tensors[name].shape)
+        stored = files.read(name)
+        about = ml_dtypes.finfo(stored.dtype)
+        rtol, atol = max(1e-4, float(about.eps)), float(about.smallest_subnormal)
+        same = [np.asarray(way) for way in ways if way.shape == stored.shape]
+        if same and not any(np.allclose(stored.astype(np.float32), way, rtol, atol) for way in same):
+            has, wants = (show(numbers[:4].tolist()) for numbers in (stored, same[0]))
+            raise UserError(
+                f"{files.folder}: {name} begins with {has}, expected {wants} by the rotary settings of config.json; "
+                "correct these, or take the tensor out of the files"
+            )
