@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.errors import UserError
+from moezoo.remote import is_url
 
 _MOST_TEXT = 10**8  # bytes of a text that is read whole
 _TRIES = 4  # to lock a folder
@@ -288,13 +289,13 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def read_text(path: Path, shown: str, advice: str) -> str:
-    """Return the UTF-8 text of the regular file `path`.
+def read_text(path: Path, shown: str, advice: str, *, most: int = _MOST_TEXT) -> str:
+    """Return the UTF-8 text of the regular file `path`, or of the object of this name in a store.
 
-    Raises `UserError` with `shown` at its start and `advice` at its end if it is none, or is too large.
+    Raises `UserError` with `shown` at its start and `advice` at its end if it is none, or has more than `most` bytes.
     """
-    if check_file(path, shown, advice) > _MOST_TEXT:
-        raise UserError(f"{shown} has more than {_MOST_TEXT} bytes; {advice}")
+    if not is_url(path) and check_file(path, shown, advice) > most:
+        raise UserError(f"{shown} has more than {most} bytes; {advice}")
     try:
         return path.read_bytes().decode()
     except OSError as error:

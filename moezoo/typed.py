@@ -76,6 +76,7 @@ class Checks(NamedTuple):
     # all sections in it.
     tags: Mapping[str, tuple[str, Mapping[str, type]]] = types.MappingProxyType({})
     renamed: Mapping[str, str] = types.MappingProxyType({})  # old key -> new key
+    asked: Mapping[str, Any] = types.MappingProxyType({})  # the keys that the user has set one by one, and their values
 
     def tag(self, key: str) -> tuple[str, Mapping[str, type]] | None:
         """Return the key that chooses the class of a section, and the classes; None where it has one class."""
@@ -184,16 +185,15 @@ def _fits(value: Any, hint: Any) -> bool:
 def to_plain(value: Any, key: str = "", checks: Checks = NO_CHECKS) -> Any:
     """Return the plain value that `convert` makes `value` from: dicts, lists, numbers, text and None."""
     if dataclasses.is_dataclass(value):
-        names = (field.name for field in dataclasses.fields(value))
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         if inlined := _inlined(type(value)):
-            beside = to_plain(getattr(value, inlined), key, checks)
-            return beside | {name: to_plain(getattr(value, name)) for name in names if name != inlined}
-        fields = {name: to_plain(getattr(value, name), _join(key, name), checks) for name in names}
+            return to_plain(fields.pop(inlined), key, checks) | to_plain(fields)
+        plain = to_plain(fields, key, checks)
         if (tagged := checks.tag(key)) is None:
-            return fields
+            return plain
         for name, kind in tagged[1].items():
             if type(value) is kind:
-                return {tagged[0]: name, **fields}
+                return {tagged[0]: name, **plain}
         raise UserError(
             f"{key}: a configuration cannot record {type(value).__name__} here, only {', '.join(tagged[1])}"
         )
@@ -208,28 +208,24 @@ def complete(kind: Any, value: Any, key: str = "", checks: Checks = NO_CHECKS, d
     Defaults are those of the dataclass instance `default`, otherwise of `kind`. What `convert` refuses is kept as it
     is.
     """
-    if typing.get_origin(kind) is Mapping and isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
+        return value
+    if typing.get_origin(kind) is Mapping:
         inside = typing.get_args(kind)[1]
         return {name: complete(inside, item, _join(key, show(name)), checks) for name, item in value.items()}
-    if isinstance(value, Mapping) and (inlined := _inlined(kind)):
-        own, beside = _split_inlined(kind, value)
-        usual = {field.name: field.default for field in dataclasses.fields(kind)}
-        known = {name: default for name, default in usual.items() if default is not dataclasses.MISSING}
-        return complete(types_of(kind)[inlined], beside, key, checks) | known | own
-    if isinstance(value, Mapping) and (tagged := checks.tag(key)):
+    inlined, completed = _inlined(kind), dict(value)
+    if inlined is None and (tagged := checks.tag(key)):
         kind = tagged[1].get(show(value.get(tagged[0])))
-    if not dataclasses.is_dataclass(kind) or not isinstance(value, Mapping):
-        return value
-    hints, completed = types_of(kind), dict(value)
-    for field in dataclasses.fields(kind):
-        name = field.name
+    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+        name, hint, at = field.name, types_of(kind)[field.name], _join(key, field.name)
         usual = field.default_factory() if callable(field.default_factory) else field.default
         usual = getattr(default, name) if type(default) is kind else usual
-        if name in value:
-            below = usual if dataclasses.is_dataclass(usual) else None
-            completed[name] = complete(hints[name], value[name], _join(key, name), checks, below)
+        if name == inlined:
+            completed |= complete(hint, _beside(kind, value), key, checks)
+        elif name in value:
+            completed[name] = complete(hint, value[name], at, checks, usual)
         elif usual is not dataclasses.MISSING:
-            completed[name] = to_plain(usual, _join(key, name), checks)
+            completed[name] = to_plain(usual, at, checks)
     return completed
 
 
@@ -314,51 +310,35 @@ def _describe_type(kind: Any) -> str:
     return f"{words}, or null" if types.NoneType in classes else words
 
 
-def set_key(kind: type, mapping: dict[str, Any], key: str, value: Any, checks: Checks = NO_CHECKS) -> None:
-    """Replace the value at the dotted `key` of `mapping`, plain values that `convert` will make a `kind` of.
+def get(mapping: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key; None where there is none."""
+    value: Any = mapping
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
-    Raises `UserError` if there is no such key, or if it is a section.
+
+def put(mapping: Mapping[str, Any], key: str, value: Any, at: str = "") -> dict[str, Any]:
+    """Return `mapping`, the section `at` (empty at the top), with another value of the dotted `key` in it.
+
+    Raises `UserError` if a part of the key is one value.
     """
-    section, at, named, names = mapping, "", "", key.split(".")
-    while True:
-        name, *names = names
-        here, fields = _join(at, name), types_of(kind)
-        if name not in fields:
-            homes = [f"{home}.{name}" for home, part in section.items() if isinstance(part, dict) and name in part]
-            if homes and not at and not names:
-                raise UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
-            raise _unknown_key_error(key, at, name, named, fields, checks)
-        kind = fields[name]
-        if checks.tag(here) is None and not dataclasses.is_dataclass(kind):
-            break
-        at, named, section = here, "", section.setdefault(name, {})
-        if not isinstance(section, dict):
-            raise UserError(f"{at}={show(section)}: expected a section with keys, found {_describe_value(section)}")
-        if (
-            not names and isinstance(value, str) and (tagged := checks.tag(at))
-        ):  # the name of its class, with the defaults of its keys
-            section.clear()
-            section[tagged[0]] = value
-            return
-        if not names:
-            raise UserError(
-                f"{key}={show(value)}: {at} is a section; set its keys, such as {at}.{next(iter(section))}=VALUE"
-            )
-        if tagged := checks.tag(at):
-            if names[0] == tagged[0]:
-                raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
-            named, kind = _class_of(section, at, checks)
-    if names and typing.get_origin(kind) is Mapping:  # its keys are free
-        section = section.setdefault(name, {})
-        name, *names = names
-        inner = dataclasses.is_dataclass(typing.get_args(kind)[1]) or checks.tag(f"{here}.{name}")
-        if names and inner and isinstance(section, dict):
-            section = section.setdefault(name, {})  # its class is known when all its keys are
-            name, *names = names
-    if names or not isinstance(section, dict):
-        parent = key.rpartition(".")[0]
-        raise UserError(f"{key}: {parent} is one value and has no keys; write {parent}=VALUE")
-    section[name] = value
+    name, _, rest = key.partition(".")
+    here = _join(at, name)
+    if rest:
+        below = mapping.get(name, {})
+        if not isinstance(below, Mapping):
+            raise UserError(f"{here}.{rest}: {here} is one value and has no keys; write {here}=VALUE")
+        value = put(below, rest, value, here)
+    return {**mapping, name: value}
+
+
+def flatten(mapping: Mapping[str, Any], at: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted keys."""
+    flat = {}
+    for name, value in mapping.items():
+        flat |= flatten(value, f"{at}{name}.") if isinstance(value, Mapping) else {f"{at}{name}": value}
+    return flat
 
 
 def _inlined(kind: Any) -> str | None:
@@ -367,54 +347,50 @@ def _inlined(kind: Any) -> str | None:
     return next((field.name for field in fields if field.metadata.get(INLINED)), None)
 
 
-def _split_inlined(kind: type, section: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """Separate the keys of a class from those of its field whose keys stand beside them."""
-    names = types_of(kind).keys() - {_inlined(kind)}
-    return {n: v for n, v in section.items() if n in names}, {n: v for n, v in section.items() if n not in names}
+def _beside(kind: Any, section: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the keys in a section that are not those of its class: those of the field that is `INLINED`."""
+    return {name: value for name, value in section.items() if name not in types_of(kind)}
 
 
-def _class_of(section: Mapping[Any, Any], key: str, checks: Checks) -> tuple[str, type]:
-    """Return the tag of a section and the class that it selects."""
-    tag, classes = checks.tag(key) or ("", {})
-    if tag not in section:
-        raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
-    name = show(section[tag])
-    if name not in classes:
-        raise UserError(f"{key}.{tag}={name}: no such {key}; {nearest(name, classes)}")
-    return name, classes[name]
-
-
-def _dataclass(kind: Any, value: Any, key: str, checks: Checks, beside: Collection[str] = ()) -> Any:
-    """Do what `convert` does for a section. `beside` are keys of another class that may stand in it."""
+def _dataclass(kind: Any, value: Any, key: str, checks: Checks, around: Collection[str] = ()) -> Any:
+    """Do what `convert` does for a section. `around` are keys of another class that may stand in it."""
+    if key in checks.asked and checks.tag(key) is None:
+        write = f"{key}.{next(iter(types_of(kind)), 'NAME')}=VALUE"
+        raise UserError(f"{key}={show(checks.asked[key])}: {key} is a section; set its keys, such as {write}")
     if not isinstance(value, Mapping):
         raise UserError(f"{key}={show(value)}: expected a section with keys, found {_describe_value(value)}")
-    section, named, completed = dict(value), "", complete(kind, value, key, checks)
+    made, name, section, completed = {}, "", dict(value), complete(kind, value, key, checks)
     if inlined := _inlined(kind):
-        own, others = _split_inlined(kind, section)
-        hints, valid = types_of(kind), ranges_of(kind)
-        own = {name: convert(hints[name], item, _join(key, name), checks, valid[name]) for name, item in own.items()}
-        inner = _dataclass(hints[inlined], others, key, checks, hints.keys() - {inlined})
-        return kind(**{inlined: inner}, **own)
-    if tagged := checks.tag(key):
-        named, kind = _class_of(section, key, checks)
-        del section[tagged[0]]
+        inner = {name: section.pop(name) for name in _beside(kind, value)}
+        hints = types_of(kind)
+        made[inlined] = _dataclass(hints[inlined], inner, key, checks, hints.keys() - {inlined})
+    elif tagged := checks.tag(key):
+        tag, classes = tagged
+        if tag not in section:
+            raise UserError(f"{key}.{tag} is missing; set it to one of {', '.join(classes)}")
+        if (name := show(section.pop(tag))) not in classes:
+            raise UserError(f"{key}.{tag}={name}: no such {key}; {nearest(name, classes)}")
+        kind = classes[name]
     hints, valid = types_of(kind), ranges_of(kind)
-    for name in section:
-        if name not in hints:
-            names = {**hints, **dict.fromkeys(beside)}
-            raise _unknown_key_error(_join(key, show(name)), key, name, named, names, checks)
-    for name, hint in hints.items():
-        if name not in completed:
-            raise UserError(f"{_join(key, name)} is missing; set it to {_describe_type(hint)}")
-    return kind(**{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
+    for unknown in (name for name in section if name not in hints):
+        raise _unknown_key_error(key, unknown, name, {**hints, **dict.fromkeys(around)}, completed, checks)
+    for missing in (name for name in hints if name not in completed and name not in made):
+        raise UserError(f"{_join(key, missing)} is missing; set it to {_describe_type(hints[missing])}")
+    return kind(**made, **{n: convert(hints[n], completed[n], _join(key, n), checks, valid[n]) for n in section})
 
 
-def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[str, Any], checks: Checks) -> UserError:
-    """Return the error for the dotted `key`, whose part `name` is not in the section `at` (empty at the top)."""
-    old = _join(at, show(name))
-    new = checks.renamed.get(old, "")
+def _unknown_key_error(
+    at: str, name: Any, named: str, valid: Mapping[str, Any], section: Mapping[str, Any], checks: Checks
+) -> UserError:
+    """Return the error for the key `name`, which the section `at` (empty at the top) has and is not `valid` there."""
+    key = _join(at, show(name))
+    typed = next((each for each in checks.asked if each.startswith(f"{key}.")), key)
+    new = checks.renamed.get(key, "")
     if new.removeprefix(f"{at}.").partition(".")[0] in valid:
-        return UserError(f"{old} is now {new}")
+        return UserError(f"{key} is now {new}")
+    homes = [f"{home}.{key}" for home, part in section.items() if isinstance(part, Mapping) and name in part]
+    if homes and not at:
+        return UserError(f"{key}: there is no key '{key}' at the top; did you mean '{homes[0]}'?")
     where = f" in {at} {named}".rstrip() if at else ""
     hint = nearest(show(name), valid) if valid else "it takes none"
     tag, kinds = checks.tag(at) or ("", {})
@@ -427,7 +403,7 @@ def _unknown_key_error(key: str, at: str, name: Any, named: str, valid: Mapping[
         inner = types_of(below).keys() - {_inlined(below)} if dataclasses.is_dataclass(below) else ()
         if close := difflib.get_close_matches(show(name), inner, 1):
             hint = f"write {_join(at, field)}.NAME.{close[0]}"
-    return UserError(f"{key}: there is no key '{show(name)}'{where}; {hint}")
+    return UserError(f"{typed}: there is no key '{show(name)}'{where}; {hint}")
 
 
 def _scalar(kind: Any, value: Any) -> Any:

@@ -28,6 +28,7 @@ ORDER = (
     ("nn",),
     ("kernels", "profiling"),
     ("parallel",),
+    ("json_files",),
     ("typed",),
     ("host", "progress"),
     ("remote",),

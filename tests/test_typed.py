@@ -1,5 +1,6 @@
 """Conversion of plain values to dataclasses and back."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, set_key, show, to_plain
+from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, put, show, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +164,9 @@ def test_refuses_sections(changed, said):
 )
 def test_sets_keys(key, value, changed):
     mapping = {"rooms": ["a"], "pet": {"name": "cat"}, "cellar": {"table": {"x": ["y"]}}, "open": False}
-    before = dict(mapping)
-    set_key(Home, mapping, key, value, CHECKS)
-    assert mapping == {**before, **changed}
+    before = copy.deepcopy(mapping)
+    assert put(mapping, key, value) == {**before, **changed}
+    assert mapping == before
 
 
 @pytest.mark.parametrize(
@@ -173,8 +174,7 @@ def test_sets_keys(key, value, changed):
     [
         ("opne", "opne|'opne'|did you mean 'open'?"),
         ("lives", "lives|'lives'|did you mean 'pet.lives'?"),
-        ("pet", "pet=0: pet|pet.name=VALUE"),
-        ("pet.name", "pet.name=0: pet|pet=NAME"),
+        ("pet", "pet=0: expected a section with keys"),
         ("pet.live", "pet.live|'live' in pet cat|did you mean 'lives'?"),
         ("pet.depth", "pet.depth|'depth' in pet cat|valid: lives"),
         ("open.x", "open.x: open|open=VALUE"),
@@ -186,10 +186,8 @@ def test_sets_keys(key, value, changed):
     ],
 )
 def test_refuses_to_set(key, said):
-    mapping = to_plain(HOME, "", CHECKS)
     with refused(*said.split("|")):
-        set_key(Home, mapping, key, 0, CHECKS)
-    assert mapping == MAPPING
+        convert(Home, put(MAPPING, key, 0), "", CHECKS)
 
 
 @pytest.mark.parametrize(

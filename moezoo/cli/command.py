@@ -88,9 +88,9 @@ class ConfiguredCommand(Command):
         """Refuse unknown options, keys and entries of groups, and own options that are missing or invalid."""
         rest, _ = self._split(arguments, prog)
         if self.keys is None:
-            overrides.check(rest)
+            overrides.read(rest)
             return
-        overrides.check(options.split(self.keys, rest)[1], types_of(self.keys))
+        overrides.read(options.split(self.keys, rest)[1], types_of(self.keys))
         options.take(self.keys, rest)
 
     def explain(self, arguments: Sequence[str]) -> list[str]:

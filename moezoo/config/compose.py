@@ -6,7 +6,6 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 """
 
 import contextlib
-import copy
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping
@@ -21,21 +20,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
+from moezoo.config.other_names import BEFORE, RENAMED
 from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
     check_class,
-    get,
     import_own,
     name_in,
     names_of,
     path_of,
-    put,
     refuse_saved,
     saved_own,
     without_own,
 )
-from moezoo.config.renamed import BEFORE, RENAMED
 from moezoo.config.run_folders import AUTO, run_folder, steps
 from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies
@@ -47,11 +44,10 @@ from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
 from moezoo.remote import as_path, is_url
-from moezoo.typed import Checks, complete, convert, set_key, show, to_plain
+from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
-_SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
 _DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 
@@ -104,32 +100,34 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
     origin = None
     if (folder := asked.changes.get("init_from")) is not None:
-        origin = read_origin(folder, _read_upcycle(base["upcycle"], asked))
+        origin = read_origin(folder, convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks))
         if saved is None:
             base |= _for_weights(origin, base, asked, checks)
         else:  # where the weights are now
             check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    cfg = convert(TrainConfig, _resolve(_merge(base, asked, checks)), "", checks)
+    cfg = convert(TrainConfig, _resolve(_set(base, asked, checks)), "", checks)
     if origin is not None and saved is None:
-        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, _given(asked), origin.text_settings))
+        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
             cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg
 
 
-def _merge(mapping: dict[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
     """Return `mapping` with the values of the keys that were asked for."""
     lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
     if len(lengths) > 1:
         given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
         raise UserError(f"{given}: each says how long the run is; leave one of them out")
     if any(mapping.get(key) != value for key, value in lengths.items()):
-        mapping |= dict.fromkeys(_LENGTHS)
+        mapping = {**mapping, **dict.fromkeys(_LENGTHS)}
     for key, value in asked.changes.items():
-        if key == _SOURCES and isinstance(value, str):
-            value = read_yaml(value, key)
-        set_key(TrainConfig, mapping, key, value, checks)
+        (at, _, name), (tag, _) = key.rpartition("."), checks.tags.get(key, ("", None))
+        if name == checks.tags.get(at, ("",))[0]:
+            raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
+        # Its class by name, with the defaults of its keys.
+        mapping = put(mapping, key, {tag: value} if tag and isinstance(value, str) else value)
     return mapping
 
 
@@ -138,11 +136,10 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
     own, named = saved_own(saved), {**asked.choices, **asked.changes}
     if missing := {key: name for key, name in own.items() if key not in named}:
         raise refuse_saved(missing)
-    kept = {key for key, name in own.items() if key in PLUGS and name in checks.tags.get(key, ("", {}))[1]}
-    base = complete(TrainConfig, copy.deepcopy(without_own(saved, own.keys() - kept)), "", checks)
+    base = complete(TrainConfig, saved, "", checks)
     composed = _compose_groups(asked.choices, checks) if asked.choices else {}
     for group, name in asked.choices.items():
-        if group not in kept:
+        if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
             base = put(base, group, get(composed, group))
         for key, value in _beside_its_group(group, name).items():
             if key == _DEFAULTS:
@@ -154,23 +151,7 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
 
 def given_keys(*overrides: str) -> set[str]:
     """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
-    return _given(read(overrides))
-
-
-def _given(asked: Asked) -> set[str]:
-    found = set()
-
-    def add(key: str, value: Any) -> None:
-        found.add(key)
-        if key == _SOURCES and isinstance(value, str):
-            value = read_yaml(value, key)
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                add(f"{key}.{name}", inner)
-
-    for key, value in asked.changes.items():
-        add(key, value)
-    return found
+    return set(flatten(read(overrides).changes))
 
 
 def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
@@ -197,14 +178,6 @@ def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> Non
             f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
             "leave it out, or start a new run"
         )
-
-
-def _read_upcycle(saved: Mapping[str, Any], asked: Asked) -> Upcycle:
-    """Return the section `upcycle` of a configuration. Raises `UserError` where it is not set key by key."""
-    if "upcycle" in asked.changes:
-        raise UserError(f"upcycle={show(asked.changes['upcycle'])}: write upcycle.experts=8 upcycle.per_token=2")
-    changes = {key.removeprefix("upcycle."): value for key, value in asked.changes.items() if key[:8] == "upcycle."}
-    return convert(Upcycle, {**saved, **changes}, "upcycle")
 
 
 def _at(origin: Origin, asked: Asked) -> Asked:
@@ -267,18 +240,16 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
         raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
     advice = f"correct the file, or set {key} to another run"
     mapping = read_yaml(saved, advice=advice)
-    for old, new in RENAMED.items():
-        group, _, name = old.partition(".")
-        if isinstance(section := mapping.get(group), dict) and name in section:
-            raise UserError(
-                f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
-                f"({old} is now {new})"
-            )
+    for old in (old for old in RENAMED if old in flatten(mapping)):
+        raise UserError(
+            f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
+            f"({old} is now {RENAMED[old]})"
+        )
     try:
         from_saved(mapping)
     except UserError as error:
         raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return with_copies(with_forms(mapping), saved.parent)
+    return with_copies(with_defaults(mapping), saved.parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
@@ -291,21 +262,18 @@ def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
 
     Raises as `from_mapping` does.
     """
-    return from_mapping(without_own(with_forms(mapping), saved_own(mapping)))
-
-
-def with_forms(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration whose `init_forms` are sections; earlier versions saved texts."""
-    forms = mapping.get("init_forms")
-    if not isinstance(forms, Mapping):
-        return dict(mapping)
-    sections = {path: to_plain(Form.from_text(form)) if isinstance(form, str) else form for path, form in forms.items()}
-    return {**mapping, "init_forms": sections}
+    return from_mapping(without_own(with_defaults(mapping)))
 
 
 def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the defaults of settings that moezoo has had since."""
-    return complete(TrainConfig, with_forms(mapping), "", _CHECKS)
+    """Return a saved configuration with the defaults of settings that moezoo has had since.
+
+    Its `init_forms` are sections; earlier versions saved texts.
+    """
+    if isinstance(forms := mapping.get("init_forms"), Mapping):
+        forms = {at: to_plain(Form.from_text(form)) if isinstance(form, str) else form for at, form in forms.items()}
+        mapping = {**mapping, "init_forms": forms}
+    return complete(TrainConfig, mapping, "", _CHECKS)
 
 
 def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
@@ -348,7 +316,7 @@ def _import_own(asked: Asked) -> Checks:
         if key in PLUGS and is_own(key, name):
             kind = import_own(key, name)
             own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
-    return _checks_with(own)
+    return _checks_with(own)._replace(asked=asked.changes)
 
 
 def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
@@ -420,10 +388,8 @@ def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
     try:
         resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(mapping)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        key, value = str(error.full_key).partition("[")[0], mapping
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else value
+        key = str(error.full_key).partition("[")[0]
         raise UserError(
-            f"{key}={show(value)}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
+            f"{key}={show(get(mapping, key))}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
         ) from None
     return resolved

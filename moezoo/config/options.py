@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from moezoo.config import overrides
 from moezoo.errors import UserError, nearest
-from moezoo.typed import Range, convert, ranges_of, show, types_of
+from moezoo.typed import Range, convert, put, ranges_of, show, types_of
 
 _T = TypeVar("_T")
 
@@ -65,27 +65,23 @@ def take(kind: type[_T], arguments: Sequence[str]) -> Taken:
     Raises `UserError` where a required option is missing, and for a value of the wrong type or outside its range.
     """
     own, rest = split(kind, arguments)
-    types, values = types_of(kind), {}
+    types, values, given = types_of(kind), {}, set()
     for argument in own:
         name, _, text = argument.partition("=")
         field, _, below = name.partition(".")
-        if _has_names(types[field]):
-            if not below.isidentifier():
-                raise UserError(f"{show(argument)}: expected {field}.NAME=VALUE")
-            if below in values.setdefault(field, {}):
-                raise UserError(f"{show(argument)}: {name} is given twice; leave one out")
-            values[field][below] = overrides.read_value(argument)
-        elif typing.get_origin(types[name]) is tuple:
-            item = typing.get_args(types[name])[0]
+        if _has_names(types[field]) and not below.isidentifier():
+            raise UserError(f"{show(argument)}: expected {field}.NAME=VALUE")
+        if typing.get_origin(types[field]) is tuple:
+            item = typing.get_args(types[field])[0]
             if item is str and not text:
                 raise UserError(f"{show(argument)}: expected text, found nothing; write {name}=TEXT")
-            values.setdefault(name, []).append(
-                convert(item, _value(item, name, text), name, valid=ranges_of(kind)[name])
-            )
-        elif name in values:
-            raise UserError(f"{argument}: {name} is given twice; leave one out")
+            value = convert(item, _value(item, name, text), name, valid=ranges_of(kind)[name])
+            values.setdefault(name, []).append(value)
+        elif name in given:
+            raise UserError(f"{show(argument)}: {name} is given twice; leave one out")
         else:
-            values[name] = _value(types[name], name, text)
+            values = put(values, name, _value(types[field], name, text))
+        given.add(name)
     for field in dataclasses.fields(typing.cast(Any, kind)):
         if field.default is dataclasses.MISSING and field.name not in values:
             shown, text = field.metadata["shown"], field.metadata["text"]

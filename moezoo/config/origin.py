@@ -3,14 +3,13 @@
 Nothing here reads a weight. `moezoo.training.initial` does, when the run begins.
 """
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.config.own import get, path_of, saved_own
+from moezoo.config.own import path_of, saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Chat, DataSettings, PythonStdlib
@@ -22,7 +21,7 @@ from moezoo.hub.opening import check_tensors, describe_download, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.blueprint import Blueprint
-from moezoo.typed import MayChange, notes_of, show, to_plain, types_of
+from moezoo.typed import MayChange, flatten, notes_of, put, show, to_plain, types_of
 
 
 class Origin(NamedTuple):
@@ -179,13 +178,11 @@ def find_weights(path: Path) -> RunWeights:
 
 def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's section as training begins with weights from elsewhere: no routing losses, constant biases."""
-    found = copy.deepcopy(dict(section))
-    for key, note in _changeable(kind):
-        above, _, name = f"model.{key}".rpartition(".")
-        beside: dict[str, Any] = get({"model": found}, above) or {}
-        usual, idle = note.at_start, note.without_effect
-        if usual is not None and name in beside and (idle is None or beside.get(idle[0]) != idle[1]):
-            beside[name] = usual
+    found, settings = dict(section), flatten(section)
+    for key, (usual, idle) in _changeable(kind):
+        beside = key.removesuffix(key.rpartition(".")[2])
+        if usual is not None and key in settings and (idle is None or settings.get(beside + idle[0]) != idle[1]):
+            found = put(found, key, usual)
     return found
 
 
@@ -194,14 +191,11 @@ def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str,
 
     Keys that a section does not have are left to the conversion.
     """
-    free = {f"model.{key}" for key, _ in _changeable(kind)}
+    settings, free = flatten({"model": section}), {f"model.{key}" for key, _ in _changeable(kind)}
     for key, value in changes.items():
-        if key.startswith("model.") and key not in free:
-            has, (above, _, name) = get({"model": section}, key), key.rpartition(".")
-            if name in (get({"model": section}, above) or ()) and has != value and not isinstance(has, Mapping):
-                raise UserError(
-                    f"{key}={show(value)} but the weights of init_from={where} have {key}={show(has)}; leave it out"
-                )
+        if key not in free and settings.get(key, value) != value:
+            shown = f"{key}={show(value)} but the weights of init_from={where} have {key}={show(settings[key])}"
+            raise UserError(f"{shown}; leave it out")
 
 
 def _changeable(kind: type, before: str = "") -> Iterator[tuple[str, MayChange]]:

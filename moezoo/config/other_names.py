@@ -1,10 +1,18 @@
-"""The names that other programs have for our keys and meshes, so that an error can name ours."""
+"""The names that other programs and older versions have for our keys and meshes, so that an error can name ours."""
 
 import re
 from collections.abc import Collection
 
 from moezoo.errors import UserError
 
+# The version that wrote the old keys. It can read and continue runs that have them.
+BEFORE = "0.1"
+# Old key -> new key: settings of the router and of YaRN were beside the others.
+_ROUTER = ("score", "groups", "kept_groups", "group_score", "choice_bias", "bias_rate")
+_YARN = ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")
+RENAMED = {f"model.{name}": f"model.router.{name}" for name in _ROUTER}
+RENAMED |= {"model.expert_weights": "model.router.gates", "model.expert_scale": "model.router.scale"}
+RENAMED |= {f"model.yarn_{name}": f"model.yarn.{name}" for name in _YARN}
 # What other programs call a key -> our key.
 _KEYS = {
     word: key

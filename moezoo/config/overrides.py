@@ -1,6 +1,6 @@
 """The groups of `conf/` and the overrides that a user types, such as mesh=ep8 or model.layers=2.
 
-Nothing here imports JAX, so `check` answers a mistyped word quickly.
+Nothing here imports JAX, so `read` answers a mistyped word quickly.
 """
 
 import functools
@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.other_names import check_name, suggest_axes
 from moezoo.errors import UserError, describe_class, nearest
-from moezoo.host import check_file
-from moezoo.remote import as_path, is_url
+from moezoo.host import read_text
+from moezoo.remote import as_path
 from moezoo.typed import show
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))
@@ -46,6 +46,7 @@ PLUGS = {
 
 # The group that takes several entries, and where its entry `several` has them.
 _LISTED, MEMBERS = "tracker", "tracker.members"
+_SOURCES = "data.sources"  # of a mixture; a text is the path of a YAML file with them
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KEY_LINE = re.compile(r"^ *(\w+):", re.MULTILINE)
@@ -58,8 +59,13 @@ class Asked(NamedTuple):
     changes: dict[str, Any]  # dotted key -> value
 
 
-def read(overrides: Sequence[str]) -> Asked:
-    """Parse overrides into choices of groups and values of keys. Raises `UserError` for what cannot be parsed."""
+def read(overrides: Sequence[str], own: Collection[str] = ()) -> Asked:
+    """Parse overrides into choices of groups and values of keys; `own` are the keys of the command itself.
+
+    Raises `UserError` for the mistakes that the files of `conf/` show; composing finds the others. These are overrides
+    that cannot be parsed, unknown entries of groups, and unknown keys at the top or in a section whose keys do not
+    depend on its entry.
+    """
     known, asked, members = groups(), Asked({}, {}), {}
     for text in overrides:
         if not isinstance(text, str):
@@ -67,11 +73,13 @@ def read(overrides: Sequence[str]) -> Asked:
             raise UserError(f'an override is {describe_class(text)}, expected text such as "mesh=ep8"{apart}')
         key, value = _parse(text, known)
         if key not in known:
-            check_name(key, top_keys())
+            _check_key(key, own)
             asked.choices.pop(key, None)
             asked.changes.pop(key, None)
-            chosen = key in PLUGS and isinstance(value, str) and is_own(key, value)
-            (asked.choices if chosen else asked.changes)[key] = value
+            if isinstance(value, str) and key in PLUGS and is_own(key, value):
+                asked.choices[key] = value
+            else:
+                asked.changes[key] = read_yaml(value, key) if isinstance(value, str) and key == _SOURCES else value
             continue
         if key in asked.choices:
             raise UserError(f"{show(text)}: {key}={show(asked.choices[key])} is given too; choose one {key}")
@@ -89,6 +97,18 @@ def read(overrides: Sequence[str]) -> Asked:
             raise UserError(f"{key}={show(value)}: no such {key}; {hint}")
         asked.choices[key] = value
     return asked._replace(changes={**members, **asked.changes})
+
+
+def _check_key(key: str, own: Collection[str] = ()) -> None:
+    """Raise `UserError` for a key that no configuration has."""
+    check_name(key, top_keys())
+    name, _, rest = key.partition(".")
+    below, top = rest.partition(".")[0], [*own, *top_keys()]
+    # Composing finds the section that a key at the top belongs to, such as model.layers for layers.
+    if name not in top and (rest or name not in _every_word()):
+        raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top)}")
+    if below and below not in (valid := _section_keys().get(name, [below])):
+        raise UserError(f"{key}: there is no key '{below}' in {name}; {nearest(below, valid)}")
 
 
 def _listed(text: str, names: list[Any], known: Collection[str]) -> dict[str, dict[str, str]]:
@@ -139,23 +159,6 @@ def list_values(text: str, most: int) -> tuple[str, dict[str, Any]] | None:
     return key, values
 
 
-def check(overrides: Sequence[str], own: Collection[str] = ()) -> None:
-    """Raise `UserError` for the mistakes that the files of `conf/` show; composing finds the others.
-
-    These are overrides that cannot be parsed, unknown entries of groups, and unknown keys at the top or in a section
-    whose keys are the same for all entries. `own` are the keys of the command itself.
-    """
-    top, words = [*own, *top_keys()], _every_word()
-    for key in read(overrides).changes:
-        name, _, rest = key.partition(".")
-        below = rest.partition(".")[0]
-        # Composing finds the section that a key at the top belongs to, such as model.layers for layers.
-        if name not in top and (rest or name not in words):
-            raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top)}")
-        if below and below not in (valid := _section_keys().get(name, [below])):
-            raise UserError(f"{key}: there is no key '{below}' in {name}; {nearest(below, valid)}")
-
-
 def replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
     """Return `words` with `changes`. A group that these name anew loses the entry and the keys that it was given."""
     anew = {change.partition("=")[0] for change in changes} & groups().keys()
@@ -164,12 +167,12 @@ def replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
 
 
 def words_of(key: str, text: str) -> list[str]:
-    """Return the overrides in a text of several, which the option `key` has. Raises `UserError` as `check` does."""
+    """Return the overrides in a text of several, which the option `key` has. Raises `UserError` as `read` does."""
     try:
         words = shlex.split(text)
     except ValueError:
         raise UserError(f"{key}={show(text)}: a quote is not closed; close it") from None
-    check(words)
+    read(words)
     return words
 
 
@@ -226,18 +229,14 @@ def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correc
     its aliases make it much larger.
     """
     name = show(str(path) if key is None else f"{key}={path}")
-    path, other = as_path(os.path.expanduser(path)), advice if key is None else "give the path of a YAML file"
-    if not is_url(path) and check_file(path, name, other) > _MOST_BYTES:
-        raise UserError(f"{name}: larger than {_MOST_BYTES} bytes; {other}")
+    other = advice if key is None else "give the path of a YAML file"
+    text = read_text(as_path(os.path.expanduser(path)), name, other, most=_MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
         if "*" in text and (root := yaml.compose(text, yaml.SafeLoader)) and _count_values(root, {}) > _MOST_VALUES:
             raise UserError(f"{name}: its aliases stand for more than {_MOST_VALUES} values; {advice}")
         mapping = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except UserError:
         raise
-    except OSError as error:
-        raise UserError(f"{name}: cannot be read ({error.strerror}); {other}") from None
     except yaml.YAMLError as error:
         line = f" in line {mark.line + 1}" if (mark := getattr(error, "problem_mark", None)) else ""
         problem = " ".join(str(getattr(error, "problem", None) or "unreadable").split())
@@ -245,8 +244,6 @@ def read_yaml(path: str | Path, key: str | None = None, *, advice: str = "correc
     except (OmegaConfBaseException, RecursionError, AssertionError) as error:
         where = f" of '{at}'" if (at := getattr(error, "full_key", None)) else ""
         raise UserError(f"{name}: the value{where} cannot be read; {advice}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{name}: is not UTF-8 text; {other}") from None
     except ValueError as error:
         raise UserError(f"{name}: a value cannot be read ({str(error).partition(';')[0]}); {advice}") from None
     if not isinstance(mapping, dict):
@@ -313,9 +310,7 @@ def _parse_values(text: str, known: Mapping[str, list[str]]) -> tuple[str, Overr
         found = f"'{show(key)}'" if key else "nothing"
         raise UserError(f"{shown}: expected a key such as steps or model.layers before '=', found {found}")
     if prefix and not (prefix == "+" and key.startswith(("rules.store.", "rules.compute."))):
-        check_name(key, top_keys())
-        if (name := key.partition(".")[0]) not in top_keys():
-            raise UserError(f"{key}: there is no key '{name}'; {nearest(name, top_keys())}")
+        _check_key(key)
         raise UserError(f"{shown}: keys are fixed and '{prefix}' cannot add one; write {show(f'{key}={value}')}")
     try:
         parsed = OverridesParser.create().parse_override(f"{key}={value}")

@@ -16,28 +16,18 @@ from types import ModuleType
 from typing import Any
 
 from moezoo.config.overrides import MEMBERS, PLUGS, is_own, own_path
-from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG
-from moezoo.data import DataSettings
+from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG, TrainConfig
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
-from moezoo.optim import Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
-from moezoo.trackers import Tracker
-from moezoo.typed import is_plain, show, types_of
+from moezoo.typed import get, is_plain, put, show, types_of
 
 # For each key of `PLUGS`, the key that chooses the class, and the classes by name. `execution.context_parallel` is one
 # name where it is moezoo's, and a section where it is the user's.
 TAGS = {key: TAG.get(key, ("name", CONTEXT_PARALLEL)) for key in PLUGS}
-_BASES: dict[str, type] = {
-    "model": ModelConfig,
-    "dispatch": Dispatch,
-    "optimizer": UpdateRule,
-    "schedule": Schedule,
-    "data": DataSettings,
-    "tracker": Tracker,
-    "execution.context_parallel": ContextParallel,
-}
+# What each of them derives from is what a configuration takes.
+_BASES = {**types_of(TrainConfig), "dispatch": Dispatch, "execution.context_parallel": ContextParallel}
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
 # Entries of moezoo's in place of the user's own: all stand in while the rest of a saved configuration is read, and
 # messages name those that say nothing about the model and the data.
@@ -144,12 +134,8 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
     Nothing is imported.
     """
-    found = {}
-    for key, (tag, _) in TAGS.items():
-        section = get(mapping, key)
-        name = section.get(tag) if isinstance(section, Mapping) else None
-        if isinstance(name, str) and is_own(key, name):
-            found[key] = name
+    named = {key: get(mapping, f"{key}.{tag}") for key, (tag, _) in TAGS.items()}
+    found: dict[str, Any] = {k: name for k, name in named.items() if isinstance(name, str) and is_own(k, name)}
     names = names_of(get(mapping, MEMBERS))
     if any(is_own("tracker", name) for name in names):
         found["tracker"] = f"[{','.join(names)}]"
@@ -162,24 +148,16 @@ def saved_own(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def names_of(members: Any) -> list[str]:
     """Return the names of the trackers in plain `members`, as far as they have one."""
-    sections = members.values() if isinstance(members, Mapping) else ()
-    names = [section.get("name") for section in sections if isinstance(section, Mapping)]
+    names = [get(section, "name") for section in (members.values() if isinstance(members, Mapping) else ())]
     return [name for name in names if isinstance(name, str)]
 
 
-def without_own(mapping: Mapping[str, Any], keys: Any) -> dict[str, Any]:
-    """Return a saved configuration in which moezoo's own entries stand in for those of `keys`."""
-    changed = dict(mapping)
-    for key in keys:
+def without_own(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved configuration in which moezoo's own entries stand in for those of the user's."""
+    for key in saved_own(mapping):
         name = _STAND_IN.get(key)  # None, of a kernel: the target and the sizes decide
-        changed = put(changed, key, {TAG[key][0]: name} if key in TAG else name)
-    return changed
-
-
-def put(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return `mapping` with another value of a key at the top or in a section."""
-    first, _, name = key.partition(".")
-    return {**mapping, first: {**mapping[first], name: value} if name else value}
+        mapping = put(mapping, key, {TAG[key][0]: name} if key in TAG else name)
+    return mapping
 
 
 def refuse_saved(missing: Mapping[str, Any]) -> UserError:
@@ -205,14 +183,6 @@ def refuse_saved(missing: Mapping[str, Any]) -> UserError:
     noun = PLUGS[next(iter(missing))][0]
     instead = f", or another {noun if len(words) == 1 else 'choice'} such as {' '.join(others)}" * bool(others)
     return UserError(f"{saved}, and moezoo imports your own code only where you name it: write {again} again{instead}")
-
-
-def get(mapping: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None where there is none."""
-    value: Any = mapping
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _family(kind: type) -> Family:

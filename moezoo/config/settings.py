@@ -54,20 +54,10 @@ class AttentionName(Name):
 
 @dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
-    """How the model runs, except mesh, rules and dispatch.
+    """How the model runs, except mesh, rules and dispatch; the comments in `conf/train.yaml` describe each key.
 
-    - `dtype`: dtype in which layers compute; weights are gathered in it, or as they are stored if that is narrower.
-    - `param_dtype`: dtype of stored parameters; with "stored", frozen ones stay as `init_from` has them, also in few
-      bits, and trained ones are float32.
-    - `reduce_dtype`: dtype in which gradients are summed over devices.
-    - `microbatches`: number of micro-steps per step; their gradients are summed.
-    - `pipeline`: how micro-batches of a micro-step pass through the stages of a mesh.
-    - `context_parallel`: how queries meet keys of other devices where the rules split the sequence: a name, or a value.
-    - `sequence_order`: the order of tokens there, as in `moezoo.parallel.sequence_order`; with None, `balanced`, except
-      where every layer has a window.
-    - `grouped_matmul`, `attention`: backends of these kernels in the order in which they are tried; with None, the
-      target and the sizes decide.
-    - `remat`, `routing`: what a layer keeps for its backward pass, and who chooses experts, as in `Execution`.
+    `context_parallel` is a name, or a value. `remat` and `routing` are as in `Execution`, and `sequence_order` is as in
+    `moezoo.parallel.sequence_order`.
     """
 
     dtype: DType = "float32"
@@ -91,11 +81,7 @@ class ExecutionSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileSettings:
-    """The steps of a run that JAX's profiler records.
-
-    - `start`: the first of them; with None, none is recorded.
-    - `steps`: their number.
-    """
+    """The steps of a run that JAX's profiler records; the comments in `conf/train.yaml` describe each key."""
 
     start: Size | None = None
     steps: Size = 3
@@ -210,28 +196,22 @@ class TrainConfig:
                 f"init_from={show(self.init_from)} init_sha256={show(self.init_sha256)}: compose reads the folder and "
                 'sets both; write moezoo.compose("init_from=FOLDER")'
             )
-        if self.upcycle.experts and self.init_from is None:
-            raise UserError(
-                f"upcycle.experts={self.upcycle.experts} copies the MLPs of a dense model; name its folder as init_from"
-            )
         if self.upcycle.experts and self.upcycle.widen(self.model) != self.model:
             raise UserError(
                 f"upcycle.experts={self.upcycle.experts} upcycle.per_token={self.upcycle.per_token} but the model has "
                 f"{self.model.experts} and {self.model.experts_per_token}; set them when the run begins, and not later"
             )
-        if self.init_from is None and self.adapter.init_from is not None:
-            raise UserError(
-                f"adapter.init_from={show(self.adapter.init_from)} has pairs for trained weights; name the folder that "
-                "has these as init_from"
-            )
-        if self.init_from is None and self.execution.param_dtype == "stored":
-            raise UserError(
-                "execution.param_dtype=stored keeps what init_from has; name that folder, or write float32 or bfloat16"
-            )
-        if self.init_from is None and not self.checkpoint_frozen:
-            raise UserError(
-                "checkpoint_frozen=false leaves frozen arrays to init_from; name that folder, or leave it out"
-            )
+        started = {
+            f"upcycle.experts={self.upcycle.experts} copies the MLPs of a dense model": self.upcycle.experts > 0,
+            f"adapter.init_from={show(self.adapter.init_from)} has pairs for trained weights": (
+                self.adapter.init_from is not None
+            ),
+            "execution.param_dtype=stored keeps what init_from has": self.execution.param_dtype == "stored",
+            "checkpoint_frozen=false leaves frozen arrays to init_from": not self.checkpoint_frozen,
+        }
+        for what, is_set in started.items():
+            if is_set and self.init_from is None:
+                raise UserError(f"{what}; name the folder of these weights as init_from, or leave it out")
 
 
 def check_config(cfg: Any) -> None:

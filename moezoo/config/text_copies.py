@@ -6,32 +6,17 @@ them of chat templates. Sources of a mixture with others have theirs in `tokeniz
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moezoo.data.chat_template import CONFIG, OTHERS, TEMPLATE, TOKENS
 from moezoo.remote import is_url
+from moezoo.typed import get, put
 
 COPIES = "tokenizers"
 # The settings that name these files.
 COPIED = re.compile(r"data(\.sources\.\w+)?\.(tokenizer|template)")
-
-
-class _Named(NamedTuple):
-    """The files that a source names."""
-
-    tokenizer: str | None
-    template: str | None
-
-    def copies(self, folder: Path) -> dict[str, Path]:
-        """Return where in `folder` the copies are, by setting."""
-        found = {} if self.tokenizer is None else {"tokenizer": folder / "tokenizer.json"}
-        if self.template is not None:
-            found["template"] = folder / (
-                "template.json" if Path(self.template).suffix == ".json" else "template.jinja"
-            )
-        return found
 
 
 def list_copies(mapping: Mapping[str, Any]) -> dict[str, Path]:
@@ -39,17 +24,13 @@ def list_copies(mapping: Mapping[str, Any]) -> dict[str, Path]:
 
     Files that do not exist are left out: where data need them, reading the data refuses that.
     """
-    found = {}
-    for number, named in enumerate(dict.fromkeys(_named(section) for section in _sections(mapping)), 1):
-        folder = Path(COPIES) / str(number)
-        own = {field: Path(os.path.expanduser(getattr(named, field))) for field in named.copies(folder)}
-        files = {copy: own[field] for field, copy in named.copies(folder).items()}
-        if own:
-            beside = next(iter(own.values())).parent  # special tokens are beside the tokenizer, if there is one
-            others = [path.relative_to(beside) for path in sorted((beside / OTHERS).glob("*.jinja"))]
-            files |= {folder / name: beside / name for name in (CONFIG, TOKENS, TEMPLATE, *others)}
-        found |= {str(copy): file for copy, file in files.items() if file.is_file()}
-    return found
+    files: dict[Path, Path] = {}
+    for file, copy in _copies(mapping).values():
+        if copy.parent not in {place.parent for place in files}:  # of the tokenizer, if there is one: it comes first
+            others = [path.relative_to(file.parent) for path in sorted((file.parent / OTHERS).glob("*.jinja"))]
+            files |= {copy.parent / name: file.parent / name for name in (CONFIG, TOKENS, TEMPLATE, *others)}
+        files[copy] = file
+    return {str(copy): file for copy, file in files.items() if file.is_file()}
 
 
 def with_copies(mapping: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -58,33 +39,22 @@ def with_copies(mapping: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     Runs of older versions have none, and nothing changes. Nor does it for a run in an object store, where no
     tokenizer is opened.
     """
-    if is_url(run_dir):
-        return dict(mapping)
-    numbers: dict[_Named, int] = {}
-
-    def put(section: Mapping[str, Any]) -> dict[str, Any]:
-        named = _named(section)
-        copies = named.copies(run_dir.resolve() / COPIES / str(numbers.setdefault(named, len(numbers) + 1)))
-        return {**section, **{field: str(copy) for field, copy in copies.items() if copy.is_file()}}
-
-    data = mapping.get("data")
-    if not isinstance(data, Mapping):
-        return dict(mapping)
-    if isinstance(sources := data.get("sources"), Mapping):
-        parts = {name: put(part) if isinstance(part, Mapping) else part for name, part in sources.items()}
-        return {**mapping, "data": {**data, "sources": parts}}
-    return {**mapping, "data": put(data)}
+    mapping = dict(mapping)
+    for key, (_, copy) in {} if is_url(run_dir) else _copies(mapping).items():
+        if (path := run_dir.resolve() / copy).is_file():
+            mapping = put(mapping, key, str(path))
+    return mapping
 
 
-def _sections(mapping: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the sections of sources: the data, or those of a mixture, in their order."""
-    data = mapping["data"]
-    sources = data.get("sources") if isinstance(data, Mapping) else None
-    for section in sources.values() if isinstance(sources, Mapping) else [data]:
-        if isinstance(section, Mapping):
-            yield section
-
-
-def _named(section: Mapping[str, Any]) -> _Named:
-    found = (section.get("tokenizer"), section.get("template"))
-    return _Named(*(value if isinstance(value, str) else None for value in found))
+def _copies(mapping: Mapping[str, Any]) -> dict[str, tuple[Path, Path]]:
+    """Return the files that sources name, by their settings, and where in the folder of a run their copies are."""
+    sources, numbers, found = get(mapping, "data.sources"), {}, {}
+    for section in [f"data.sources.{name}" for name in sources] if isinstance(sources, Mapping) else ["data"]:
+        settings = [(field, get(mapping, f"{section}.{field}")) for field in ("tokenizer", "template")]
+        named = [(field, file) for field, file in settings if isinstance(file, str)]
+        number = numbers.setdefault(tuple(named), len(numbers) + 1)
+        for field, file in named:
+            suffix = ".json" if field == "tokenizer" or Path(file).suffix == ".json" else ".jinja"
+            copy = Path(COPIES, str(number), f"{field}{suffix}")
+            found[f"{section}.{field}"] = Path(os.path.expanduser(file)), copy
+    return found

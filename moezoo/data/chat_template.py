@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moezoo.data.json_values import load_json
 from moezoo.errors import UserError
 from moezoo.host import check_file, read_text
+from moezoo.json_files import read_json
 from moezoo.typed import show
 
 CONFIG, TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -133,13 +133,4 @@ def _token_text(value: Any) -> str | None:
 
 def _read_config(path: Path, shown: str) -> dict[str, Any]:
     """Return the object in a JSON file; empty without the file."""
-    if not path.exists():
-        return {}
-    text = read_text(path, shown, _GIVE)
-    try:
-        found = load_json(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{shown} is not JSON ({error}); copy or download it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{shown} is not a JSON object; copy or download it again")
-    return found
+    return read_json(path, shown, "copy or download it again") if path.exists() else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.typed import show
+from moezoo.json_files import load_json
 
 MOST_VALUE = 2**28  # characters
 _CHUNK = 2**20  # bytes to read at once
@@ -67,15 +67,6 @@ def is_message(value: object) -> bool:
     return isinstance(value, dict) and ("role" in value or {"from", "value"} <= value.keys())
 
 
-def load_json(text: str) -> Any:
-    """Return what JSON text holds. Raises `ValueError` for any other text, and for what readers take differently.
-
-    That is a key that an object has twice, of which Python takes the last one, and NaN and infinities, which Python
-    reads although they are not JSON.
-    """
-    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
-
-
 def from_json(value: Any, expected: type) -> Any:
     """Return what a text holds as JSON if it is an `expected`, otherwise the value as it is."""
     if not isinstance(value, str):
@@ -85,18 +76,6 @@ def from_json(value: Any, expected: type) -> Any:
     except (ValueError, RecursionError):
         return value
     return found if isinstance(found, expected) else value
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise ValueError(f"an object has the key {show(max(names, key=names.count))[:80]} twice")
-    return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def parse_record(line: bytes, where: str) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.hub.json_files import read_json
+from moezoo.json_files import read_json
 from moezoo.typed import convert, show
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -18,7 +18,6 @@ from moezoo.errors import UserError
 from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG
 from moezoo.hub.holdings import FewBits, Holding
-from moezoo.hub.json_files import open_file, read_json
 from moezoo.hub.leaving import Leaving, leaving, modules_in_numbers, own_pieces
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
@@ -26,6 +25,7 @@ from moezoo.hub.tensors import Tensor, arrays_by_path
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
 from moezoo.hub.writing import File, Piece, Plan, Seen, Span, as_bits, few_bit_pieces, ignore, make_header, write_folder
+from moezoo.json_files import open_file, read_json
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint

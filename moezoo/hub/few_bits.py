@@ -17,9 +17,9 @@ from moezoo.hub.formats.fp8_channels import FP8Channels
 from moezoo.hub.formats.int4 import Int4Groups
 from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
-from moezoo.hub.json_files import read_json
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import StoredTensor
+from moezoo.json_files import read_json
 from moezoo.models.config_json import ConfigJson
 from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role

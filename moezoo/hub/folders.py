@@ -9,11 +9,11 @@ from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
 from moezoo.host import is_same_file
-from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.writing import GENERATION, Plan
+from moezoo.json_files import read_json
 from moezoo.models import ModelConfig
 from moezoo.typed import convert, show
 

@@ -18,13 +18,13 @@ from moezoo.host import check_name
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, read_modelopt_file, read_quantization
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
-from moezoo.hub.json_files import read_json
 from moezoo.hub.kept import keep
 from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
 from moezoo.hub.other_names import describe_names, find_names, find_rows
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
+from moezoo.json_files import read_json
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint

@@ -8,8 +8,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.hub.json_files import open_file, parse_json, read_json
 from moezoo.hub.writing import Plan
+from moezoo.json_files import open_file, parse_json, read_json
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The folder of one version of a model in the Hub's cache.

@@ -13,11 +13,11 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.formats.base import FewBitTensor
-from moezoo.hub.json_files import open_file
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import DTYPES
+from moezoo.json_files import open_file
 from moezoo.parallel import distributed
 
 METADATA = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it

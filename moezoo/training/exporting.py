@@ -51,10 +51,9 @@ from moezoo.training.checkpoint import read_about
 from moezoo.training.facts import run_facts
 from moezoo.training.initial import load_elsewhere
 from moezoo.training.metrics import read_metrics
-from moezoo.training.resume import flatten
 from moezoo.training.saved import check_model
 from moezoo.training.saved_arrays import SavedValues
-from moezoo.typed import counted, show
+from moezoo.typed import counted, flatten, show
 
 _TITLE_WIDTH = 12
 

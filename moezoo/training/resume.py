@@ -22,7 +22,7 @@ from moezoo.errors import UserError
 from moezoo.host import is_same_file
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone
-from moezoo.typed import show
+from moezoo.typed import flatten, show
 
 # A change of these would make the saved moments, or the position in the data, meaningless.
 _FIXED = (
@@ -167,14 +167,3 @@ def read_batch_count(state: Mapping[str, Any], source: Source, cfg: TrainConfig)
                 "(for data=python_stdlib the same Python), or start a new run"
             )
     return state["batches"]
-
-
-def flatten(mapping: Mapping[str, Any], parent: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted keys."""
-    flat = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{parent}{key}.")
-        else:
-            flat[f"{parent}{key}"] = value
-    return flat

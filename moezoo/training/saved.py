@@ -29,8 +29,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import restore_run
-from moezoo.training.resume import flatten
-from moezoo.typed import show
+from moezoo.typed import flatten, show
 
 
 def saved_config(folder: str | Path, *overrides: str) -> TrainConfig:

@@ -8,8 +8,7 @@ from moezoo.data.base import naming
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import is_same_tokenizer, text_tokenizer
 from moezoo.errors import UserError
-from moezoo.training.resume import flatten
-from moezoo.typed import show
+from moezoo.typed import flatten, show
 
 _BYTES = 256
 

@@ -41,7 +41,6 @@ from moezoo.training.metrics import list_damaged, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.resume import (
     describe_run,
-    flatten,
     list_changes,
     list_rate_change,
     read_batch_count,
@@ -54,7 +53,7 @@ from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
 from moezoo.training.validations import Validations, count_validations
 from moezoo.training.writers import OnRow, check_writers, make_writers
-from moezoo.typed import counted
+from moezoo.typed import counted, flatten
 
 
 @dataclasses.dataclass(frozen=True)

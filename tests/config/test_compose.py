@@ -11,7 +11,7 @@ from hydra.version import getbase, setbase
 from refusals import refused
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
-from moezoo.config.overrides import check, read_yaml
+from moezoo.config.overrides import read, read_yaml
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
 from moezoo.moe.dispatch import Gather
@@ -119,4 +119,4 @@ def test_short_texts_compose_or_are_refused_in_one_line(saved):
             compose_onto(saved, "".join(parts))
     for parts in itertools.product(pieces, repeat=2):
         with contextlib.suppress(UserError):
-            check(["".join(parts)])
+            read(["".join(parts)])

@@ -8,8 +8,8 @@ import pytest
 from refusals import by_table, check_line
 
 from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
-from moezoo.config.overrides import check
-from moezoo.config.renamed import RENAMED
+from moezoo.config.other_names import RENAMED
+from moezoo.config.overrides import read
 from moezoo.errors import UserError
 from moezoo.training.saved import saved_config
 
@@ -114,7 +114,7 @@ def refusal(function, *arguments):
         => optimizer.beta1: there is no key 'beta1' in optimizer sgd; valid: clip_norm, learning_rate
         ... ; optimizer=adamw and optimizer=muon have it
     steps.foo=3 => steps.foo ... steps=VALUE
-    steps={a:1} steps.a=2 => steps.a ... steps=VALUE
+    steps={a:1} steps.a=2 => steps={a: 2}: expected a whole number
     model.layers.foo=3 => model.layers.foo ... model.layers=VALUE
     rules.store.embed.foo=3 => rules.store.embed.foo ... rules.store.embed=VALUE
     rules.store.foo=[fsdp] => rules.store.foo ... no such logical axis
@@ -218,9 +218,9 @@ def test_settings(saved, words, line):
     check_line(message, line)
     assert refusal(compose_onto, saved, *overrides) == message
     with contextlib.suppress(UserError):
-        check(overrides)
+        read(overrides)
         return
-    assert refusal(check, overrides) == message
+    assert refusal(read, overrides) == message
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

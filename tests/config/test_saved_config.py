@@ -43,7 +43,7 @@ DAMAGED = {
     "closed depth": ("a: " + "[" * 500 + "]" * 500, "the value cannot be read"),
     "a bomb": (f"a0: &a0 [x, x, x]\n{BOMB}", "stand for more than 100000 values"),
     "a circle": ("a: &a [*a]\n", "stand for more than 100000 values"),
-    "a large file": (f"{GOOD}# {'x' * 2**20}\n", "larger than 1048576 bytes"),
+    "a large file": (f"{GOOD}# {'x' * 2**20}\n", "has more than 1048576 bytes"),
     "a pipe": (os.mkfifo, "is a pipe, not a file"),
     "a folder": (os.mkdir, "is a folder, not a file"),
     "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),

@@ -92,7 +92,7 @@ def check_words(command: MoezooCommand | None, words: Sequence[str]) -> None:
     own = types_of(command.keys) if command.keys else {}
     for word in words:
         if "=" in word and word[0] not in "-[" and word.partition("=")[0] not in own and not is_placeholder(word):
-            overrides.check([word], own)
+            overrides.read([word], own)
 
 
 def check_options(command: MoezooCommand | None, words: Sequence[str]) -> None:

@@ -363,7 +363,7 @@ def adapter(tmp_path_factory) -> Path:
     {"rank_pattern": {"(a+)+z": 1}} => rank_pattern has (a+)+z ... never end
     {"lora_alpha": "x"} => lora_alpha=x: expected a number
     {"lora_alpha": 0} => lora_alpha or alpha_pattern has 0 for model.layers.
-    {"alpha_pattern": {"q_proj": Infinity}} => has Infinity, which is not JSON
+    {"alpha_pattern": {"q_proj": Infinity}} => is not JSON (Infinity is no number of JSON)
     {"alpha_pattern": {".*.*.*.*.*z": 1}} => alpha_pattern has
     """
 )

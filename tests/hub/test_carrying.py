@@ -317,14 +317,14 @@ STRAY = "model.layers.2.eh_proj.weight"
             edit(INDEX, lambda i: i["weight_map"].update({"lm_head.weight": "../x.safetensors"})),
             "outside the folder ... do not trust it",
         ),
-        (lambda folder: next(folder.glob("model-00001-of-*")).unlink(), "cannot be read (No such file"),
+        (lambda folder: next(folder.glob("model-00001-of-*")).unlink(), "does not exist"),
         (edit(INDEX, lambda i: i["weight_map"].pop(STRAY)), f"has {STRAY}, which the index does not place there"),
         (
             edit(INDEX, lambda i: i["weight_map"].update({"x": i["weight_map"].popitem()[1]})),
             "has no x but the index places it there",
         ),
-        (make_pipe, "tokenizer.json is no regular file"),
-        (lambda folder: (folder / "vocab.json").symlink_to("nowhere"), "vocab.json cannot be read"),
+        (make_pipe, "tokenizer.json is a pipe, not a file"),
+        (lambda folder: (folder / "vocab.json").symlink_to("nowhere"), "vocab.json does not exist"),
         (
             edit("config.json", lambda keys: keys.update(quantization_config={"bits": 4})),
             "quantization_config.quant_method is missing",

@@ -306,11 +306,11 @@ def test_sizes_are_compared_before_anything_is_built(tmp_path, name, keys, line)
     [
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
         (b'{"model_type": ' + b"[" * 400 + b"]" * 400 + b"}", "is nested too deeply"),
-        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "has a whole number of 5000 digits"),
-        (b'{"rms_norm_eps": NaN}', "has NaN"),
-        (b'{"rope_theta": -Infinity}', "has -Infinity"),
-        (b'{"vocab_size": 1, "vocab_size": 2}', "has the key vocab_size twice"),
-        (b'{"\\u001b[1m": 1, "\\u001b[1m": 2}', "has the key '\\x1b[1m' twice"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "is not JSON (Exceeds the limit (4300 digits)"),
+        (b'{"rms_norm_eps": NaN}', "is not JSON (NaN is no number"),
+        (b'{"rope_theta": -Infinity}', "is not JSON (-Infinity is no number"),
+        (b'{"vocab_size": 1, "vocab_size": 2}', "is not JSON (an object has the key vocab_size twice)"),
+        (b'{"\\u001b[1m": 1, "\\u001b[1m": 2}', "is not JSON (an object has the key '\\x1b[1m' twice)"),
         (bytes(range(128, 256)), "is binary data, expected JSON in UTF-8"),
         ('{"model_type": "mixtral"}'.encode("utf-16"), "is UTF-16 text, expected JSON in UTF-8"),
         (b"[1]", "is not a JSON object"),
@@ -329,7 +329,7 @@ def test_only_regular_files_are_opened(tmp_path, file):
     path = tmp_path / file
     path.unlink(missing_ok=True)
     os.mkfifo(path)
-    with refused(f"{path} is no regular file"):
+    with refused(f"{path} is a pipe, not a file"):
         moezoo.from_pretrained(tmp_path)
     path.unlink()
     path.mkdir()

@@ -289,8 +289,8 @@ def test_a_run_may_start_from_a_run(stored):
     init_from=WIDE model=deepseek => model=deepseek but init_from= ... has its own model; leave model out
     init_from=WIDE model.layers=3 => model.layers=3 but the weights of init_from= ... have model.layers=2
     init_from=WIDE model.router.scale=1 => model.router.scale=1 but the weights ... have model.router.scale=2.5
-    init_from=WIDE upcycle=8 => upcycle=8: write upcycle.experts=8
-    init_from=WIDE upcycle={experts:8} => upcycle={experts: 8}: write upcycle.experts=8
+    init_from=WIDE upcycle=8 => upcycle=8: upcycle is a section; set its keys, such as upcycle.experts=VALUE
+    init_from=WIDE upcycle={experts:8} => upcycle={experts: 8}: upcycle is a section; set its keys
     init_from=WIDE init_sha256=00 => init_sha256=00 but init_from= ... leave init_sha256 out
     init_from=no/such => init_from=no/such: there is no such folder ... hf download no/such --local-dir such
     init_from=/no/such => init_from=/no/such: there is no such folder; name a Hugging Face folder or a run

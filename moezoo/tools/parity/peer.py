@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.json_files import read_json
 from moezoo.hub.nested import NESTED
+from moezoo.json_files import read_json
 from moezoo.tools.parity.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.

@@ -116,7 +116,7 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
 
     rules, strategies = _list(keys.rules, overrides.groups()["rules"]), _list(keys.dispatch, _STRATEGIES)
     for word in (*(f"rules={name}" for name in rules), *(f"dispatch={name}" for name in strategies)):
-        overrides.check([word])
+        overrides.read([word])
     candidates = list(listed(words, _list(keys.mesh, ()), rules, strategies))
     done: list[Any] = []
     for number, candidate in enumerate(candidates, 1):

@@ -29,7 +29,7 @@ class SweepCommand(ConfiguredCommand):
         """Refuse what other commands refuse, in any of the runs."""
         _, words = take(Keys, self._split(arguments, prog)[0])
         for word in dict.fromkeys(word for element in expand(words).elements for word in element.words):
-            overrides.check([word], types_of(Keys))
+            overrides.read([word], types_of(Keys))
 
 
 def main(arguments: Sequence[str]) -> int:
