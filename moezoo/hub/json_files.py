@@ -1,8 +1,9 @@
-"""Reading files that nobody has checked: regular files only, and JSON without surprises."""
+"""Reading files that nobody has checked: regular files only, and JSON without surprises; and how JSON is written."""
 
 import json
 import stat
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,11 @@ def open_file(path: Path) -> BinaryIO:
     raise UserError(
         f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}, expected a file; download it again"
     )
+
+
+def json_text(table: Mapping[str, Any]) -> bytes:
+    """Return the text of a JSON object as it is written."""
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:

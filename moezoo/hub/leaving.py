@@ -1,14 +1,18 @@
 """How the tensors of a model leave: as arrays, or in the few bits that containers hold or arrays are rounded to."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import stating
-from moezoo.hub.formats.base import FewBitTensor, Format, outputs_first
+from moezoo.hub.formats.base import CONFIG, FewBitTensor, Format, outputs_first
+from moezoo.hub.plan import Piece, few_bit_pieces, own_piece
 from moezoo.hub.tensors import Tensor, is_of_products
 from moezoo.hub.values import Values
-from moezoo.hub.writing import Piece, few_bit_pieces, own_piece
+from moezoo.hub.weight_files import common_dtype
 from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role
 
@@ -17,25 +21,60 @@ class Leaving(NamedTuple):
     """How the tensors of a model are written.
 
     Attributes:
+        own: All of them.
+        values: Their numbers.
         few: The weights that are written in few bits, by the name that they have in numbers.
         format: Their format; None if there are none.
         refused: Why containers of few bits become numbers, in words that follow "weights of few bits"; None if none do.
     """
 
+    own: Sequence[Tensor]
+    values: Values
     few: Mapping[str, FewBitTensor]
     format: Format | None = None
     refused: str | None = None
 
+    @property
+    def rounded(self) -> list[FewBitTensor]:
+        """Those of `few` that the model has in numbers."""
+        return [few for few in self.few.values() if not self.values.has(few.kept_scale)]
 
-def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format | None = None) -> Leaving:
-    """Return which tensors of a model, with `arrays` by their paths, are written in few bits.
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that most numbers have; those of few bits have that of their arrays."""
+        return common_dtype((self.values.dtype(tensor), math.prod(tensor.shape)) for tensor in self.own)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """What config.json states of few bits: nothing, or the format, and transformers' modules in numbers."""
+        if self.format is None:
+            return {}
+        names = {tensor.name for tensor in self.own if tensor.axes.role is Role.WEIGHT} - self.few.keys()
+        return {CONFIG: self.format.write(sorted({name.removesuffix(".weight") for name in names}))}
+
+    def pieces(self, tensor: Tensor) -> list[Piece]:
+        """Return what a folder has of a tensor of the model: itself, or numbers of few bits and scales."""
+        if (few := self.few.get(tensor.name)) is None:
+            return [own_piece(tensor, self.values.dtype(tensor))]
+        return few_bit_pieces(few, self.values)
+
+    def notes(self) -> Iterator[str]:
+        """Yield why weights of few bits are written in numbers, and which rounded ones transformers does not read."""
+        if self.refused:
+            yield f"weights of few bits {self.refused}; they are written as the arrays that they stand for"
+        if self.format is not None:
+            yield from self.format.unread(self.rounded)
+
+
+def leaving(own: Sequence[Tensor], values: Values, rounds_to: Format | None = None) -> Leaving:
+    """Return how the tensors of a model are written, and which of them in few bits.
 
     A folder states one format and one size of blocks, and all parts of a tensor are containers of it. Otherwise
     containers are written as the arrays that they stand for.
 
     Args:
         own: All tensors of the model.
-        arrays: Its arrays and containers.
+        values: Their numbers.
         rounds_to: The format that weights of products in layers get, those of routers apart.
 
     Raises:
@@ -44,7 +83,7 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
     found: dict[str, tuple[Tensor, list[Format]]] = {}  # weights, and the ways to state each
     others: list[str] = []
     for tensor in own:
-        parts = [arrays[path] for path, _ in tensor.parts]
+        parts = [values.wanted[path] for path, _ in tensor.parts]
         kinds = {(type(part), part.block) if isinstance(part, FewBits) else None for part in parts}
         if kinds == {None}:
             if rounds_to and rounds_to.has(tensor) and is_of_products(tensor):
@@ -72,24 +111,6 @@ def leaving(own: Iterable[Tensor], arrays: Mapping[str, Any], rounds_to: Format 
     if rounds_to and refused:
         raise UserError(f"format={rounds_to.NAME}: weights of few bits {refused}; load the folder with dtype=bfloat16")
     if refused or not found:
-        return Leaving({}, None, refused)
-    return Leaving({name: common[0].tensor(tensor) for name, (tensor, _) in found.items()}, common[0])
-
-
-def rounding_warnings(few: Collection[FewBitTensor]) -> Iterator[str]:
-    """Yield which weights, rounded to few bits, transformers does not read as they are written."""
-    for form in dict.fromkeys(one.format for one in few):
-        yield from form.unread([one for one in few if one.format == form])
-
-
-def own_pieces(tensor: Tensor, leaves: Leaving, values: Values) -> list[Piece]:
-    """Return what a folder has of a tensor of the model: itself, or numbers of few bits and scales."""
-    if (few := leaves.few.get(tensor.name)) is None:
-        return [own_piece(tensor, values.dtype(tensor))]
-    return few_bit_pieces(few, values.dtype(few.kept_scale))
-
-
-def modules_in_numbers(own: Iterable[Tensor], few: Mapping[str, FewBitTensor]) -> list[str]:
-    """Return the names of transformers' modules with a matrix in numbers."""
-    names = {tensor.name for tensor in own if tensor.axes.role is Role.WEIGHT} - few.keys()
-    return sorted({name.removesuffix(".weight") for name in names})
+        return Leaving(own, values, {}, None, refused)
+    few = {name: common[0].tensor(tensor) for name, (tensor, _) in found.items()}
+    return Leaving(own, values, few, common[0])

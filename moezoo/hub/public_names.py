@@ -1,6 +1,5 @@
 """What a folder that is given away says of other folders: a name on the Hub or a last name, never a path."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -8,8 +7,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.hub.json_files import open_file, parse_json, read_json
-from moezoo.hub.writing import Plan
+from moezoo.hub.json_files import json_text, open_file, parse_json, read_json
+from moezoo.hub.plan import Plan
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The folder of one version of a model in the Hub's cache.
@@ -67,7 +66,7 @@ def without_paths(plan: Plan) -> Plan:
         if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
             mapping = parse_json(before, str(plan.copies.get(name, name)))
             if (public := _public(mapping)) != mapping:
-                texts[name] = (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
+                texts[name] = json_text(public)
     return plan.with_texts(texts)
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.hub.formats.base import Format
 from moezoo.hub.holdings import FewBits as InFewBits
 from moezoo.hub.holdings import Holding
 from moezoo.hub.tensors import Tensor, arrays_by_path
@@ -22,26 +21,30 @@ class Values(abc.ABC):
     """The numbers of a model's tensors.
 
     Attributes:
-        rounds_to: The format that arrays are rounded to; None for none.
+        wanted: The arrays of the model, or their shapes, by their paths: what is read has their dtypes.
     """
 
-    rounds_to: Format | None = None
+    def __init__(self, wanted: Mapping[str, Any]):
+        self.wanted = {**wanted, **inside(wanted)}
 
-    @abc.abstractmethod
     def has(self, tensor: Tensor) -> bool:
         """Return whether the model has the arrays of a tensor, such as the scales of a container."""
+        return all(path in self.wanted for path, _ in tensor.parts)
 
-    @abc.abstractmethod
     def dtype(self, tensor: Tensor) -> np.dtype:
         """Return the dtype that `read` gives."""
+        return np.dtype(self.wanted[tensor.parts[0][0]].dtype)
 
     @abc.abstractmethod
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls."""
+        """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls.
 
+        A number too large for the dtype becomes infinite.
+        """
+
+    @abc.abstractmethod
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         """Return the dtype that the numbers have where they are read from."""
-        return self.dtype(tensor)
 
     def key(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return what a single process sorts tensors by before it reads them; equal keys keep their order."""
@@ -50,22 +53,22 @@ class Values(abc.ABC):
 
 
 class ModelValues(Values):
-    """Those of a model, whose arrays lie on any devices. `arrays`: by their paths, as `arrays_by_path` returns them."""
+    """Those of a model, whose arrays lie on any devices."""
 
-    def __init__(self, arrays: Mapping[str, Any]):
+    def __init__(self, arrays: Mapping[str, Any], wanted: Mapping[str, Any] | None = None):
+        """Read `arrays`, by their paths (`arrays_by_path`), in the dtypes of `wanted`, by default in their own."""
+        super().__init__(arrays if wanted is None else wanted)
         self._arrays = {**arrays, **inside(arrays)}
 
-    def has(self, tensor: Tensor) -> bool:
-        return all(path in self._arrays for path, _ in tensor.parts)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        dtype = self.dtype(tensor)
+        dtype = self.stored_dtype(tensor)
         parts = [self._read_part(self._arrays[path], index, process, dtype) for path, index in tensor.parts]
         here = [part for part in parts if part is not None]
-        return tensor.to_file(here) if here else None
+        with np.errstate(over="ignore"):
+            return tensor.to_file(here).astype(self.dtype(tensor), copy=False) if here else None
 
     @staticmethod
     def _read_part(parameter: Any, index: tuple[int, ...], process: int, dtype: np.dtype) -> np.ndarray | None:
@@ -87,24 +90,17 @@ def inside(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FolderValues(Values):
-    """Those of a folder, in the dtypes of `shapes`, the shapes of its model. A number too large becomes infinite."""
+    """Those of a folder, in the dtypes of `shapes`, the shapes of its model."""
 
     def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
-        arrays = arrays_by_path(shapes)
-        self._arrays = arrays | inside(arrays)
+        super().__init__(arrays_by_path(shapes))
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
         # What containers have of weights, by the parts of the tensors of numbers and of scales.
         self._stored: dict[Any, tuple[InFewBits, str]] = {}
-        for holding in holdings:
+        for holding in self._holdings.values():
             if isinstance(holding, InFewBits):
                 few = holding.few
                 self._stored |= {each.parts: (holding, each.name) for each in (few.kept_values, few.kept_scale)}
-
-    def has(self, tensor: Tensor) -> bool:
-        return all(path in self._arrays for path, _ in tensor.parts)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
-        return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         if found := self._stored.get(tensor.parts):

@@ -65,6 +65,7 @@ class WeightFiles:
     The files stay open, and nothing of them is mapped: pages of a mapped file count as memory of the process.
 
     Attributes:
+        folder: The folder.
         tensors: All tensors by name, as the headers of the files describe them.
         metadata: The entries of the headers that describe no tensor.
 
@@ -74,7 +75,7 @@ class WeightFiles:
 
     def __init__(self, folder: Path, single: str | None = None):
         """Open the files of a folder, or the one that `single` names."""
-        self._folder, self._open = folder, dict[Path, _Open]()
+        self.folder, self._open = folder, dict[Path, _Open]()
         self.metadata: dict[str, Any] = {}
         weakref.finalize(self, _close, self._open)
         if single is not None:
@@ -141,11 +142,11 @@ class WeightFiles:
         _, dtype, found, _ = self.tensors[name]
         if found != shape:
             raise UserError(
-                f"{self._folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
+                f"{self.folder}: {name} has shape {list(found)}, expected {list(shape)} by config.json; "
                 "the two files belong to different models"
             )
         if dtype not in kinds:
-            raise UserError(f"{self._folder}: {name} is {dtype}, expected {', '.join(kinds)}; convert it first")
+            raise UserError(f"{self.folder}: {name} is {dtype}, expected {', '.join(kinds)}; convert it first")
 
     def stored_dtype(self, name: str) -> np.dtype:
         """Return the dtype in which a tensor is stored, after `check`."""
