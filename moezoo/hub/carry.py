@@ -5,24 +5,23 @@ their dtype is the same, even the header of the file is.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
-from moezoo.hub.json_files import json_text, open_file, read_json
+from moezoo.hub.json_files import json_text, open_file, read_bytes, read_json
 from moezoo.hub.leaving import Leaving, leaving
 from moezoo.hub.model_folder import Carried, Like, ModelFolder
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.plan import File, Piece, Plan, Span, few_bit_pieces, make_header
+from moezoo.hub.plan import Entry, File, Plan, Span, few_bit_entries, make_header
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
@@ -54,43 +53,45 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
             f"format={rounds_to.NAME}: {opened.folder} has a model for images around the language model, whose "
             "modules transformers would read in few bits too; leave format out"
         )
-    pieces = _pieces(leaves, expected)
+    entries = _entries(leaves, expected)
     if opened.stores_tied:
         table, copy = opened.tables
-        pieces[copy] = [piece._replace(name=copy) for piece in pieces[table]]
+        entries[copy] = [entry._replace(name=copy) for entry in entries[table]]
     shards = sorted({stored.path for stored in opened.files.tensors.values()})
     files, skipped = _other_files(opened.folder, {"config.json", INDEX, *(path.name for path in shards)})
-    written = [_plan_shard(path, pieces, opened.files) for path in shards]
-    quantization = opened.mapping
+    written = [_plan_shard(path, entries, opened.files) for path in shards]
+    stored = {name: tensor.dtype for name, tensor in opened.files.tensors.items()}
+    retyped = _dtypes(itertools.chain.from_iterable(file.entries for file in written)) != stored
+    texts = {INDEX: _index(opened.folder / INDEX, written, retyped)} if (opened.folder / INDEX).exists() else {}
+    quantization = None
     theirs_few = {name: one.few.format for name, one in expected.items() if isinstance(one, FewBits)}
     if {name: few.format for name, few in leaves.few.items()} != theirs_few:
         quantization = leaves.table
         if MODELOPT_FILE in files:  # It would state the format that the weights had.
             files.remove(MODELOPT_FILE)
             skipped.append(MODELOPT_FILE)
-    texts = {INDEX: _index(opened.folder / INDEX, written)} if (opened.folder / INDEX).exists() else {}
-    sizes = ((holding.stored_dtype, math.prod(own[name].shape)) for name, holding in expected.items())
-    dtypes = _Dtypes(leaves.dtype, common_dtype(sizes))
-    texts["config.json"] = _config_json(ours, theirs, dtypes, quantization, opened)
+    before = common_dtype((holding.stored_dtype, math.prod(own[name].shape)) for name, holding in expected.items())
+    dtype = None if leaves.dtype == before else leaves.dtype.name
+    texts["config.json"] = _config_json(ours, theirs, dtype, quantization, opened)
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
-    plan = Plan([shard.file for shard in written], copies, texts, values)
+    plan = Plan(written, copies, texts, values)
     return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(unused, tuple(files), tuple(skipped))))
 
 
-def _pieces(leaves: Leaving, expected: Mapping[str, Holding]) -> dict[str, list[Piece]]:
+def _entries(leaves: Leaving, expected: Mapping[str, Holding]) -> dict[str, list[Entry]]:
     """Return what is written in place of each tensor of the folder that belongs to the model."""
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[Entry]] = {}
     for tensor in leaves.own:
         few, holding = leaves.few.get(tensor.name), expected[tensor.name]
-        pieces = leaves.pieces(tensor)
+        entries = leaves.entries(tensor)
         if few and isinstance(holding, FewBits) and few.format == holding.few.format:
             # With the names, and the words for dtypes and shapes, that the folder has.
-            pieces = few_bit_pieces(holding.few, leaves.values)
-            found |= {piece.name: [holding.as_stored(piece)] for piece in pieces if piece.name in holding.names[:2]}
+            entries = few_bit_entries(holding.few, leaves.values)
+            found |= {entry.name: [holding.as_stored(entry)] for entry in entries if entry.name in holding.names[:2]}
         else:
-            found |= {holding.names[0]: pieces, **{gone: [] for gone in holding.names[1:]}}
+            found |= {holding.names[0]: entries, **{gone: [] for gone in holding.names[1:]}}
     return found
 
 
@@ -128,23 +129,16 @@ def _another(opened: OpenFolder, difference: str) -> UserError:
     )
 
 
-class _Dtypes(NamedTuple):
-    """The dtype that most numbers of the model have where they are written, and in the original."""
-
-    written: np.dtype
-    original: np.dtype
-
-
 def _config_json(
     ours: Mapping[str, Any],
     theirs: Mapping[str, Any],
-    dtypes: _Dtypes,
-    quantization: Mapping[str, Any],
+    dtype: str | None,
+    quantization: Mapping[str, Any] | None,
     opened: OpenFolder,
 ) -> bytes:
     """Return the text of config.json: that of the folder, in which keys with another value in `ours` are replaced.
 
-    `quantization` has what is written of few bits: the keys of the folder, if that is the same.
+    `dtype` is what most numbers now have, and `quantization` has what is written of few bits; None if it is the same.
 
     Raises `UserError` where the folder has another key for such a setting, which moezoo reads and does not write.
     """
@@ -160,15 +154,14 @@ def _config_json(
     for key in gone:
         inner.pop(key, None)
     inner |= changed
-    if quantization is not opened.mapping:
+    if quantization is not None:
         for table in (outer, inner):
             table.pop(CONFIG, None)
         outer |= quantization
-    for table in (outer, inner) if dtypes.written != dtypes.original else ():
-        table |= {key: dtypes.written.name for key in ("dtype", "torch_dtype") if key in table}
+    for table in (outer, inner) if dtype is not None else ():
+        table |= {key: dtype for key in ("dtype", "torch_dtype") if key in table}
     if outer == opened.mapping:
-        with open_file(opened.folder / "config.json") as file:
-            return file.read()
+        return read_bytes(opened.folder / "config.json")
     try:
         again = family.hub.write(family.hub.read(family.config, text_config(outer)))
     except UserError as error:
@@ -199,42 +192,38 @@ def _other_files(folder: Path, apart: set[str]) -> tuple[list[str], list[str]]:
     return copied, skipped
 
 
-class _Shard(NamedTuple):
-    """A file of weights. `retyped`: whether a tensor of the model has another dtype than in the original."""
-
-    file: File
-    retyped: bool
-
-
-def _plan_shard(original: Path, own: Mapping[str, list[Piece]], files: WeightFiles) -> _Shard:
+def _plan_shard(original: Path, own: Mapping[str, list[Entry]], files: WeightFiles) -> File:
     """Return a file with the model's `own` tensors in place of those of these names, and all others of the original."""
-    begin, metadata, entries = read_header(original)
-    for name in entries:
+    begin, metadata, tensors = read_header(original)
+    for name in tensors:
         if name not in files.tensors or files.tensors[name].path != original:
             raise UserError(f"{original} has {show(name)}, which the index does not place there; download it again")
-    pieces = []
-    for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
-        start, end = entries[name]["data_offsets"]
+    entries = []
+    for name in sorted(tensors, key=lambda name: tensors[name]["data_offsets"]):
+        start, end = tensors[name]["data_offsets"]
         if name in own:
-            pieces += own[name]
+            entries += own[name]
         else:
             span = Span(original, len(begin) + start)
-            pieces.append(Piece(name, entries[name]["dtype"], tuple(entries[name]["shape"]), end - start, span))
-    retyped = {piece.name: piece.dtype for piece in pieces} != {name: about["dtype"] for name, about in entries.items()}
-    if retyped:
-        # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
-        pieces.sort(key=lambda piece: -piece.size / max(1, math.prod(piece.shape)))
-    return _Shard(File(original.name, make_header(pieces, metadata) if retyped else begin, pieces), retyped)
+            entries.append(Entry(name, tensors[name]["dtype"], tuple(tensors[name]["shape"]), end - start, span))
+    if _dtypes(entries) == {name: about["dtype"] for name, about in tensors.items()}:
+        return File(original.name, begin, entries)
+    # Wide numbers first, as in every file of safetensors, so that each tensor is aligned.
+    entries.sort(key=lambda entry: -entry.size / max(1, math.prod(entry.shape)))
+    return File(original.name, make_header(entries, metadata), entries)
 
 
-def _index(original: Path, written: Sequence[_Shard]) -> bytes:
-    """Return the text of the index. Its total size is corrected if tensors have another dtype."""
-    if not any(shard.retyped for shard in written):
-        with open_file(original) as file:
-            return file.read()
+def _dtypes(entries: Iterable[Entry]) -> dict[str, str]:
+    return {entry.name: entry.dtype for entry in entries}
+
+
+def _index(original: Path, written: Sequence[File], retyped: bool) -> bytes:
+    """Return the text of the index, which is that of the original unless tensors are `retyped`: have other dtypes."""
+    if not retyped:
+        return read_bytes(original)
     index = read_json(original)
-    where = {piece.name: shard.file.name for shard in written for piece in shard.file.pieces}
+    where = {entry.name: file.name for file in written for entry in file.entries}
     index["weight_map"] = {name: where[name] for name in [*index["weight_map"], *where] if name in where}
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
-        index["metadata"]["total_size"] = sum(shard.file.tensor_bytes for shard in written)
+        index["metadata"]["total_size"] = sum(file.tensor_bytes for file in written)
     return json_text(index)

@@ -31,6 +31,12 @@ def open_file(path: Path) -> BinaryIO:
     )
 
 
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds. Raises as `open_file` does."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def json_text(table: Mapping[str, Any]) -> bytes:
     """Return the text of a JSON object as it is written."""
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()

@@ -9,7 +9,7 @@ import numpy as np
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import stating
 from moezoo.hub.formats.base import CONFIG, FewBitTensor, Format, outputs_first
-from moezoo.hub.plan import Piece, few_bit_pieces, own_piece
+from moezoo.hub.plan import Entry, entry_in_numbers, few_bit_entries
 from moezoo.hub.tensors import Tensor, is_of_products
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import common_dtype
@@ -52,11 +52,11 @@ class Leaving(NamedTuple):
         names = {tensor.name for tensor in self.own if tensor.axes.role is Role.WEIGHT} - self.few.keys()
         return {CONFIG: self.format.write(sorted({name.removesuffix(".weight") for name in names}))}
 
-    def pieces(self, tensor: Tensor) -> list[Piece]:
+    def entries(self, tensor: Tensor) -> list[Entry]:
         """Return what a folder has of a tensor of the model: itself, or numbers of few bits and scales."""
         if (few := self.few.get(tensor.name)) is None:
-            return [own_piece(tensor, self.values.dtype(tensor))]
-        return few_bit_pieces(few, self.values)
+            return [entry_in_numbers(tensor.name, self.values.dtype(tensor), tensor.shape, tensor)]
+        return few_bit_entries(few, self.values)
 
     def notes(self) -> Iterator[str]:
         """Yield why weights of few bits are written in numbers, and which rounded ones transformers does not read."""

@@ -41,7 +41,7 @@ class Made(NamedTuple):
     make: Callable[[np.ndarray], np.ndarray]
 
 
-class Piece(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of a file.
 
     Attributes:
@@ -49,15 +49,15 @@ class Piece(NamedTuple):
         dtype: Its dtype in safetensors' words.
         shape: Its shape.
         size: Its bytes.
-        source: Where these come from: a tensor of the model, what is made of one, a part of another file, or the bytes
-            themselves.
+        source: Where these come from: a tensor of the model, what is made of one, a function that returns the numbers
+            on the process of a number, and None in the others, a part of another file, or the bytes themselves.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
-    source: Tensor | Made | Span | bytes
+    source: Tensor | Made | Callable[[int], np.ndarray | None] | Span | bytes
 
     @property
     def own(self) -> Tensor | None:
@@ -67,6 +67,8 @@ class Piece(NamedTuple):
 
     def read(self, values: Values, process: int) -> np.ndarray | None:
         """Return what is written of the model, on `process` alone. All must make the same calls."""
+        if callable(self.source):
+            return self.source(process)
         found = None if self.own is None else values.read(self.own, process)
         return self.source.make(found) if isinstance(self.source, Made) and found is not None else found
 
@@ -76,12 +78,12 @@ class File(NamedTuple):
 
     name: str
     header: bytes
-    pieces: Sequence[Piece]
+    entries: Sequence[Entry]
 
     @property
     def tensor_bytes(self) -> int:
         """The bytes of all tensors."""
-        return sum(piece.size for piece in self.pieces)
+        return sum(entry.size for entry in self.entries)
 
 
 class Plan(NamedTuple):
@@ -115,15 +117,15 @@ class Plan(NamedTuple):
         return self._replace(copies={k: path for k, path in self.copies.items() if k not in texts}, texts=found)
 
 
-def own_piece(tensor: Tensor, dtype: np.dtype) -> Piece:
-    """Return a tensor of the model in `dtype`. Raises `UserError` for a dtype that a folder cannot have."""
+def entry_in_numbers(name: str, dtype: np.dtype, shape: tuple[int, ...], source: Any) -> Entry:
+    """Return a tensor whose numbers are not of few bits. Raises `UserError` for a dtype that a folder cannot have."""
     if dtype not in _NAMES:
         valid = ", ".join(kind.name for kind in _NAMES)
-        raise UserError(f"{tensor.name} is {dtype.name}, and a folder has {valid}; convert the model's arrays first")
-    return Piece(tensor.name, _NAMES[dtype], tensor.shape, math.prod(tensor.shape) * dtype.itemsize, tensor)
+        raise UserError(f"{name} is {dtype.name}, and a folder has {valid}; convert the model's arrays first")
+    return Entry(name, _NAMES[dtype], shape, math.prod(shape) * dtype.itemsize, source)
 
 
-def few_bit_pieces(few: FewBitTensor, values: Values) -> list[Piece]:
+def few_bit_entries(few: FewBitTensor, values: Values) -> list[Entry]:
     """Return the tensors of a weight that is written in few bits: those of its container, or rounded to it."""
     form, kept = few.format, values.has(few.kept_scale)
     scale_dtype = values.dtype(few.kept_scale) if kept else form.SCALE_DTYPE
@@ -136,27 +138,27 @@ def few_bit_pieces(few: FewBitTensor, values: Values) -> list[Piece]:
         of_values, of_scale = (
             Made(few.plain, functools.partial(make, few)) for make in (rounded_values, rounded_scale)
         )
-    pieces = [
-        Piece(few.values, form.KIND, few.values_shape, numbers // form.CONTAINER.PER_BYTE, of_values),
-        Piece(few.scale, word, shape, scale, of_scale),
+    entries = [
+        Entry(few.values, form.KIND, few.values_shape, numbers // form.CONTAINER.PER_BYTE, of_values),
+        Entry(few.scale, word, shape, scale, of_scale),
     ]
     bits = np.array(few.matrix, "<i8").tobytes()
-    return pieces + [Piece(few.tensor.name + end, "I64", (2,), len(bits), bits) for end in form.SHAPES]
+    return entries + [Entry(few.tensor.name + end, "I64", (2,), len(bits), bits) for end in form.SHAPES]
 
 
-def make_file(name: str, pieces: Iterable[Piece], metadata: Mapping[str, Any] = METADATA) -> File:
+def make_file(name: str, entries: Iterable[Entry], metadata: Mapping[str, Any] = METADATA) -> File:
     """Return a file with its tensors in the order of safetensors."""
-    ordered = sorted(pieces, key=lambda piece: (_ORDER.index(piece.dtype), piece.name))
+    ordered = sorted(entries, key=lambda entry: (_ORDER.index(entry.dtype), entry.name))
     return File(name, make_header(ordered, metadata), ordered)
 
 
-def make_header(pieces: Iterable[Piece], metadata: Mapping[str, Any]) -> bytes:
+def make_header(entries: Iterable[Entry], metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes in front of the tensors, padded to a multiple of eight."""
-    entries, end = dict(metadata), 0
-    for piece in pieces:
-        assert piece.name not in entries, f"the plan of a file has {piece.name} twice"
-        place = [end, end := end + piece.size]
-        entries[piece.name] = {"dtype": piece.dtype, "shape": list(piece.shape), "data_offsets": place}
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    table, end = dict(metadata), 0
+    for entry in entries:
+        assert entry.name not in table, f"the plan of a file has {entry.name} twice"
+        place = [end, end := end + entry.size]
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": place}
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -7,7 +7,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.hub.json_files import json_text, open_file, parse_json, read_json
+from moezoo.hub.json_files import json_text, parse_json, read_bytes, read_json
 from moezoo.hub.plan import Plan
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -62,17 +62,12 @@ def without_paths(plan: Plan) -> Plan:
     """
     texts = {}
     for name in [name for name in _CONFIGS if name in plan.copies or name in plan.texts]:
-        before = plan.texts[name] if name in plan.texts else _read(plan.copies[name])
+        before = plan.texts[name] if name in plan.texts else read_bytes(plan.copies[name])
         if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
             mapping = parse_json(before, str(plan.copies.get(name, name)))
             if (public := _public(mapping)) != mapping:
                 texts[name] = json_text(public)
     return plan.with_texts(texts)
-
-
-def _read(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read()
 
 
 def _public(value: Any, key: str = "") -> Any:

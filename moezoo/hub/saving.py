@@ -22,7 +22,7 @@ from moezoo.hub.json_files import json_text
 from moezoo.hub.leaving import leaving
 from moezoo.hub.model_folder import Carried, ModelFolder
 from moezoo.hub.opening import folder_argument, open_folder
-from moezoo.hub.plan import GENERATION, Piece, Plan, make_file
+from moezoo.hub.plan import GENERATION, Entry, Plan, make_file
 from moezoo.hub.tensors import arrays_by_path, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE
@@ -152,20 +152,20 @@ def _plan_alone(
     family = family_of(model.config)
     parts = list(tensors(model, family.hub))
     require_names(arrays_by_path(model), parts)
-    shards: list[list[Piece]] = [[]]
+    shards: list[list[Entry]] = [[]]
     room, leaves = most, leaving(parts, values, rounds_to)
-    for piece in itertools.chain.from_iterable(map(leaves.pieces, parts)):
-        if piece.size > room and shards[-1]:
+    for entry in itertools.chain.from_iterable(map(leaves.entries, parts)):
+        if entry.size > room and shards[-1]:
             shards.append([])
             room = most
-        shards[-1].append(piece)
-        room -= piece.size
+        shards[-1].append(entry)
+        room -= entry.size
     last = len(shards)
     names = [SINGLE] if last == 1 else [f"model-{i + 1:05}-of-{last:05}.safetensors" for i in range(last)]
     files = list(map(make_file, names, shards))
     texts = {}
     if last > 1:
-        where = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
+        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         texts[INDEX] = json_text({"metadata": {"total_size": sum(f.tensor_bytes for f in files)}, "weight_map": where})
     # torch_dtype is the name before transformers 4.56.
     config = family.hub.write(model.config) | leaves.table | dict.fromkeys(("dtype", "torch_dtype"), leaves.dtype.name)

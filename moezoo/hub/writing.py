@@ -4,14 +4,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.json_files import open_file
-from moezoo.hub.plan import File, Piece, Plan, Span
+from moezoo.hub.plan import Entry, File, Plan, Span
 from moezoo.hub.unfinished import becoming, writing
 from moezoo.hub.values import Values
 from moezoo.parallel import distributed
@@ -39,24 +39,27 @@ class _Place(NamedTuple):
 
     path: Path
     start: int
-    piece: Piece
+    entry: Entry
 
 
-def write_folder(folder: Path, plan: Plan, seen: Seen = ignore) -> None:
-    """Write all files; `folder` has them when all are whole, config.json last. All processes call this.
+def write_folder(
+    folder: Path, plan: Plan, seen: Seen = ignore, existing: Literal["refuse", "replace"] = "refuse"
+) -> None:
+    """Write all files; `folder` has them when all are whole, the last text last. All processes call this.
 
     Each process writes its own files of weights, the first one all others too. The model's tensors are read in an order
     that is the same in every process, and each process keeps one at a time.
 
     Args:
-        folder: The new folder, or one that exists and has none of the files.
+        folder: The new folder, or one that exists.
         plan: The files.
         seen: Sees the numbers that are written.
+        existing: What is done where the folder has one of the files.
 
     Raises:
         UserError: On all processes, if a file cannot be written by one of them, and as `becoming` does.
     """
-    with becoming(folder, plan.sizes) as work:
+    with becoming(folder, plan.sizes, existing) as work:
         count = distributed.count()
         size = len(plan.weights) if count == 1 else count
         for first in range(0, len(plan.weights), size):
@@ -105,23 +108,23 @@ def _write_row(
     if me < len(row) and (own := row[me]) is not None:
         output.write(own, read[me])
         if (value := read[me]) is not None:
-            seen(own.piece.name, value)
+            seen(own.entry.name, value)
 
 
 def _read_row(row: Sequence[_Place | None], values: Values) -> list[np.ndarray | None]:
     """Return what goes to the files of all processes from the model: a process has what goes to its own."""
-    return [None if place is None else place.piece.read(values, process) for process, place in enumerate(row)]
+    return [None if place is None else place.entry.read(values, process) for process, place in enumerate(row)]
 
 
 def _places(work: Path, file: File) -> Iterator[_Place]:
     start = len(file.header)
-    for piece in file.pieces:
-        yield _Place(work / file.name, start, piece)
-        start += piece.size
+    for entry in file.entries:
+        yield _Place(work / file.name, start, entry)
+        start += entry.size
 
 
 def _key(place: _Place, values: Values) -> tuple[Any, ...]:
-    return () if place.piece.own is None else values.key(place.piece.own)
+    return () if place.entry.own is None else values.key(place.entry.own)
 
 
 class _Output:
@@ -141,11 +144,11 @@ class _Output:
             self.close()
             self._path, self._file = place.path, place.path.open("r+b")
         self._file.seek(place.start)
-        source = place.piece.source
+        source = place.entry.source
         if isinstance(source, Span):
             with open_file(source.path) as before:
                 before.seek(source.start)
-                _copy_bytes(before, self._file, place.piece.size)
+                _copy_bytes(before, self._file, place.entry.size)
         elif value is not None:
             self._file.write(as_bits(value).data)
         elif isinstance(source, bytes):
