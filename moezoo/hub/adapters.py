@@ -132,7 +132,7 @@ def write_adapter(
     metadata = {"__metadata__": {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})}
     adapted = [place for place in places(model, family_of(model.config).hub) if place.name in sizes.ranks]
     entries = itertools.chain.from_iterable(_entries(place, pairs, sizes) for place in adapted)
-    plan = Plan([make_file(WEIGHTS, entries, metadata)], {}, texts, ModelValues({}))
+    plan = Plan([make_file(WEIGHTS, entries, metadata)], texts, ModelValues({}))
     write_folder(where, plan, existing=existing)
     return where
 

@@ -17,11 +17,10 @@ from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.json_files import json_text, open_file, read_bytes, read_json
-from moezoo.hub.leaving import Leaving, leaving
 from moezoo.hub.model_folder import Carried, Like, ModelFolder
 from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.plan import Entry, File, Plan, Span, few_bit_entries, make_header
+from moezoo.hub.plan import Entry, File, Leaving, Plan, Span, few_bit_entries, leaving, make_header
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
@@ -76,7 +75,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
     copies = {name: opened.folder / name for name in files}
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
-    plan = Plan(written, copies, texts, values)
+    plan = Plan(written, {**copies, **texts}, values)
     return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(unused, tuple(files), tuple(skipped))))
 
 

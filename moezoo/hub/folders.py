@@ -47,9 +47,9 @@ def with_ends(plan: Plan, like: Path, ends: Sequence[int]) -> Plan:
     known = end_of_text(like)
     if not (new := [token for token in ends if token not in known]):
         return plan
-    file = plan.copies.get(GENERATION)
-    table = {**({} if file is None else read_json(file)), "eos_token_id": [*known, *new]}
-    return plan.with_texts({GENERATION: json_text(table)})
+    file = plan.others.get(GENERATION)
+    table = {**(read_json(file) if isinstance(file, Path) else {}), "eos_token_id": [*known, *new]}
+    return plan.with_files({GENERATION: json_text(table)})
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:

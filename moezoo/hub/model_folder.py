@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moezoo.hub.holdings import FewBits, Holding
-from moezoo.hub.leaving import Leaving
-from moezoo.hub.plan import Plan
+from moezoo.hub.plan import Leaving, Plan
 from moezoo.hub.tensors import count, list_names
 from moezoo.hub.weight_files import WeightFiles
 from moezoo.hub.writing import Seen, as_bits, ignore, write_folder

@@ -61,13 +61,14 @@ def without_paths(plan: Plan) -> Plan:
     Raises `UserError` where a file that has such a key is damaged.
     """
     texts = {}
-    for name in [name for name in _CONFIGS if name in plan.copies or name in plan.texts]:
-        before = plan.texts[name] if name in plan.texts else read_bytes(plan.copies[name])
+    for name in [name for name in _CONFIGS if name in plan.others]:
+        file = plan.others[name]
+        before = file if isinstance(file, bytes) else read_bytes(file)
         if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
-            mapping = parse_json(before, str(plan.copies.get(name, name)))
+            mapping = parse_json(before, name if isinstance(file, bytes) else str(file))
             if (public := _public(mapping)) != mapping:
                 texts[name] = json_text(public)
-    return plan.with_texts(texts)
+    return plan.with_files(texts)
 
 
 def _public(value: Any, key: str = "") -> Any:

@@ -19,10 +19,9 @@ from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import with_ends
 from moezoo.hub.formats.base import Format
 from moezoo.hub.json_files import json_text
-from moezoo.hub.leaving import leaving
 from moezoo.hub.model_folder import Carried, ModelFolder
 from moezoo.hub.opening import folder_argument, open_folder
-from moezoo.hub.plan import GENERATION, Entry, Plan, make_file
+from moezoo.hub.plan import GENERATION, Entry, Plan, leaving, make_file
 from moezoo.hub.tensors import arrays_by_path, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE
@@ -174,7 +173,7 @@ def _plan_alone(
     if text_ends:
         config["eos_token_id"] = text_ends[0] if len(text_ends) == 1 else list(text_ends)
         texts[GENERATION] = json_text({"eos_token_id": config["eos_token_id"]})
-    return ModelFolder(Plan(files, {}, {**texts, "config.json": json_text(config)}, values), leaves)
+    return ModelFolder(Plan(files, {**texts, "config.json": json_text(config)}, values), leaves)
 
 
 def lost_warnings(config: ModelConfig) -> Iterator[str]:

@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 def write_folder(
     folder: Path, plan: Plan, seen: Seen = ignore, existing: Literal["refuse", "replace"] = "refuse"
 ) -> None:
-    """Write all files; `folder` has them when all are whole, the last text last. All processes call this.
+    """Write all files; `folder` has them when all are whole, the last of the plan last. All processes call this.
 
     Each process writes its own files of weights, the first one all others too. The model's tensors are read in an order
     that is the same in every process, and each process keeps one at a time.
@@ -173,12 +173,13 @@ def _write_others(work: Path, plan: Plan, folder: Path) -> None:
     if not distributed.is_first():
         return
     with writing(folder):
-        for name, path in plan.copies.items():
-            with open_file(path) as before, (work / name).open("xb") as file:
-                _copy_bytes(before, file, path.stat().st_size)
-        for name, text in plan.texts.items():
+        for name, content in plan.others.items():
             with (work / name).open("xb") as file:
-                file.write(text)
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    with open_file(content) as before:
+                        _copy_bytes(before, file, content.stat().st_size)
 
 
 def _copy_bytes(before: BinaryIO, file: BinaryIO, size: int) -> None:

@@ -146,7 +146,7 @@ class Export:
 
     def _describe_card(self) -> str:
         """Return whose model card the folder gets."""
-        if own := self.folder.plan.copies.get(README):
+        if isinstance(own := self.folder.plan.others.get(README), Path):
             return f"that of {own.parent}"
         if self.like is None or not (self.like / README).exists():
             return "a model card"
@@ -156,8 +156,9 @@ class Export:
     def _changes(self) -> list[str]:
         """The keys of config.json that differ from those of `like`, without those of few bits."""
         assert self.like is not None
-        files = self.like / "config.json", self.folder.plan.texts["config.json"]
-        before, after = (flatten(json.loads(text)) for text in (files[0].read_bytes(), files[1]))
+        written = self.folder.plan.others["config.json"]
+        assert isinstance(written, bytes)
+        before, after = (flatten(json.loads(text)) for text in ((self.like / "config.json").read_bytes(), written))
         return [
             f"{key}={show(after.get(key))} ({show(before.get(key))} there)"
             for key in before | after
@@ -244,7 +245,7 @@ def plan_export(
     folder = plan_model(origin.wanted, new, base, origin.values, max_shard_size, rounds_to, origin.text_ends)
     plan = without_paths(_with_tokenizer(folder.plan, origin) if base is None else folder.plan)
     # A copy keeps the card of its folder, which describes the same weights.
-    if README not in plan.copies or base != path or adapter is not None or rounds_to is not None:
+    if README not in plan.others or base != path or adapter is not None or rounds_to is not None:
         config = origin.wanted.config
         total, active = count_parameters(origin.wanted, config.experts_per_token)
         sizes = f"{total:,} parameters, of which {active:,} are active per token"
@@ -255,8 +256,8 @@ def plan_export(
             facts = facts._replace(what=rounded, relation=facts.relation or "quantized")
         if base is not None and not facts.license:
             facts = facts._replace(license=license_of(read_card(base)))
-        facts = facts._replace(prompt=prompt_of({**plan.copies, **plan.texts}, facts.prompt))
-        plan = plan.with_texts({README: write_card(facts).encode()})
+        facts = facts._replace(prompt=prompt_of(plan.others, facts.prompt))
+        plan = plan.with_files({README: write_card(facts).encode()})
     return Export(origin, new, folder._replace(plan=plan), base)
 
 
@@ -272,7 +273,7 @@ def _with_tokenizer(plan: Plan, origin: _Origin) -> Plan:
         template = None
     own = beside[TOKENIZER_CONFIG] if beside[TOKENIZER_CONFIG].is_file() else None
     copies = {"tokenizer.json": origin.tokenizer, **{k: path for k, path in copies.items() if path.is_file()}}
-    return plan._replace(copies=copies).with_texts({TOKENIZER_CONFIG: tokenizer_config(own, template)})
+    return plan.with_files({**copies, TOKENIZER_CONFIG: tokenizer_config(own, template)})
 
 
 def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:

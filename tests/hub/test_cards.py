@@ -329,6 +329,12 @@ def test_configurations_name_no_place():
         "name_or_path": "org/a",
     }
     texts = {"tokenizer_config.json": json.dumps(stated).encode(), "config.json": b"{}"}
-    plan = without_paths(Plan((), {}, texts, ModelValues({})))
-    found = json.loads(plan.texts["tokenizer_config.json"])
-    assert found == {"cache_dir": "cache", "tokenizer_path": "t", "vocab_file": "b", "name_or_path": "org/a"}
+    plan = without_paths(Plan((), texts, ModelValues({})))
+    found = plan.others["tokenizer_config.json"]
+    assert isinstance(found, bytes)
+    assert json.loads(found) == {
+        "cache_dir": "cache",
+        "tokenizer_path": "t",
+        "vocab_file": "b",
+        "name_or_path": "org/a",
+    }
