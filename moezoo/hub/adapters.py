@@ -133,7 +133,7 @@ def write_adapter(
     adapted = [place for place in places(model, family_of(model.config).hub) if place.name in sizes.ranks]
     entries = itertools.chain.from_iterable(_entries(place, pairs, sizes) for place in adapted)
     plan = Plan([make_file(WEIGHTS, entries, metadata)], texts, ModelValues({}))
-    write_folder(where, plan, existing=existing)
+    write_folder(where, plan, existing="replace")  # also a card that moezoo wrote, where there is no adapter
     return where
 
 

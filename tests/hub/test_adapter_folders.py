@@ -566,6 +566,8 @@ def test_what_is_not_saved(adapter, tmp_path):
         save_adapter(model, tmp_path / "file")
     with refused(f"{tmp_path}/file/below"):
         save_adapter(model, tmp_path / "file" / "below")
+    (tmp_path / "b").mkdir()
+    shutil.copy(adapter / "README.md", tmp_path / "b")  # a card alone is no adapter
     save_adapter(with_pairs(model_of(SMALL), "attention"), tmp_path / "b")
     save_adapter(model, tmp_path / "b", existing="replace")
     assert_same(load_adapter(model, tmp_path / "b"), model)

@@ -21,11 +21,12 @@ import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS
-from two_saves import SAVED, contained, lay_out, model
+from two_saves import SAVED, adapted, contained, lay_out, model
 
 import moezoo
 import moezoo.interrupts as interrupts
 from moezoo.hub import model_folder, saving, unfinished, writing
+from moezoo.hub.adapters import save_adapter
 from moezoo.models.blueprint import Blueprint
 
 TWO_SAVES = Path(__file__).with_name("two_saves.py")
@@ -115,6 +116,11 @@ def test_containers_of_two_processes_stand_for_arrays(two, tmp_path):
     assert read_files(two[0] / "contained") == read_files(tmp_path / "one")
 
 
+def test_an_adapter_of_two_processes(two, tmp_path):
+    save_adapter(adapted(model("mixtral")), tmp_path / "adapter")
+    assert read_files(two[0] / "adapter") == read_files(tmp_path / "adapter")
+
+
 @pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
 def test_weights_of_few_bits_of_two_processes(two, tmp_path):
     """Rounded by both, kept by both, and written again."""
@@ -124,7 +130,7 @@ def test_weights_of_few_bits_of_two_processes(two, tmp_path):
 
 def test_processes_fail_together(two):
     folder, printed = two
-    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained", "rounded", "kept"}
+    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained", "adapter", "rounded", "kept"}
     full = f"{folder}/full: cannot be written (No space left on device); name another folder"
     assert [found["full"] for found in printed] == [f"process 1: {full}", full]
     for found in printed:
