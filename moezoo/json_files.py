@@ -1,6 +1,7 @@
-"""Reading files that nobody has checked: regular files only, and JSON without surprises."""
+"""Reading files that nobody has checked: regular files only, and JSON without surprises; and how JSON is written."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,17 @@ def open_file(path: Path, shown: str = "", advice: str = _AGAIN) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise UserError(f"{shown} cannot be read ({error.strerror}); {advice}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what a file holds. Raises as `open_file` does."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def json_text(table: Mapping[str, Any]) -> bytes:
+    """Return the text of a JSON object as it is written."""
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def read_json(path: Path, shown: str = "", advice: str = _AGAIN) -> dict[str, Any]:

@@ -17,9 +17,9 @@ Read are also the two matrices that PEFT (0.19 and later) has for all experts of
 
 import collections
 import dataclasses
+import functools
+import itertools
 import json
-import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from moezoo.errors import UserError, check_type
 from moezoo.hub.adapter_copies import Copies
@@ -37,10 +36,12 @@ from moezoo.hub.adapter_settings import CONFIG, PEFT, WEIGHTS, AdapterSettings
 from moezoo.hub.card import README, Facts, is_replaced, license_of, prompt_of, read_card, write_card
 from moezoo.hub.opening import describe_download, folder_argument
 from moezoo.hub.peft import describe_unread
+from moezoo.hub.plan import Entry, Plan, entry_in_numbers, make_file
 from moezoo.hub.public_names import Named, name_of_model
-from moezoo.hub.tensors import arrays_by_path, list_names, tensors
+from moezoo.hub.tensors import Tensor, arrays_by_path, list_names, tensors
 from moezoo.hub.values import ModelValues
 from moezoo.hub.weight_files import DTYPES, WeightFiles
+from moezoo.hub.writing import write_folder
 from moezoo.models import family_of, name_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.hub import Hub
@@ -58,38 +59,22 @@ _PREFIX = "base_model.model."
 _Matrices = tuple[np.ndarray, np.ndarray]
 
 
-class Place(NamedTuple):
-    """A pair in a folder.
+def places(model: Any, hub: Hub) -> Iterator[Tensor]:
+    """Yield the weights of layers and of the head that a pair is beside, by the names of modules in a folder.
 
-    Attributes:
-        module: The name of the module that it is beside.
-        parts: The weights of ours that it holds, joined along their last dimension: the path of each, and the index of
-            its layer and expert.
-        shapes: The shape of each part.
-        cut: The number of input dimensions.
-        alternates: Whether transformers has gate and up in turns in one tensor.
+    One for each expert, also where the folder has all experts in one tensor.
     """
-
-    module: str
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    shapes: tuple[tuple[int, ...], ...]
-    cut: int
-    alternates: bool = False
-
-
-def places(model: Any, hub: Hub) -> Iterator[Place]:
-    """Yield the place of every weight of layers and of the head, by the names of a folder of the model."""
     for tensor in tensors(model, hub):
         if tensor.axes.role is not Role.WEIGHT:
             continue
         if tensor.layout == "plain":
-            yield Place(tensor.name.removesuffix(".weight"), tensor.parts, tensor.shapes, len(tensor.axes.inputs))
+            yield dataclasses.replace(tensor, name=tensor.name.removesuffix(".weight"))
             continue
         above = tensor.name.rpartition(".")[0]
         for (path, index), shape in zip(tensor.parts, tensor.shapes, strict=True):
             for expert in range(shape[0]):
                 module = f"{above}.{expert}.{path.rpartition('.')[2]}_proj"
-                yield Place(module, ((path, (*index, expert)),), (shape[1:],), 1, tensor.layout == "alternating")
+                yield Tensor(module, ((path, (*index, expert)),), tensor.axes, (shape[1:],))
 
 
 def save_adapter(
@@ -139,31 +124,16 @@ def write_adapter(
         raise UserError("save_adapter: the model has no low-rank pairs; train it with adapter=lora")
     if existing == "refuse" and ((where / CONFIG).exists() or (where / WEIGHTS).exists()):
         raise UserError(f"{where} already holds an adapter; name another folder")
-    sizes, numbers = _Sizes.of(model), {}
-    named = None if base is None else name_of_model(base)
+    sizes, named = _Sizes.of(model), None if base is None else name_of_model(base)
     card = _write_card(facts or Facts(where.name, ""), model, sizes, named, base)
-    for place in places(model, family_of(model.config).hub):
-        if place.module in sizes.ranks:
-            parts = [_fetch(pairs.get(path), index) for path, index in place.parts]
-            a, b = _join(place, parts, sizes.scales[place.module])
-            numbers[f"{_PREFIX}{place.module}.lora_A.weight"] = a
-            numbers[f"{_PREFIX}{place.module}.lora_B.weight"] = b
-
-    def write() -> None:
-        from safetensors.numpy import save_file
-
-        metadata = {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})
-        config = sizes.config() | {"base_model_name_or_path": (named.name or None) if named else None}
-        try:
-            where.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{where} cannot be made ({error.strerror}); name another folder") from error
-        _replace(where / WEIGHTS, lambda new: save_file(numbers, new, metadata))
-        _replace(where / CONFIG, lambda new: new.write_text(json.dumps(config, indent=2) + "\n"))
-        if is_replaced(read_card(where)):
-            _replace(where / README, lambda new: new.write_text(card))
-
-    distributed.first(write)
+    config = sizes.config() | {"base_model_name_or_path": (named.name or None) if named else None}
+    texts = {README: card.encode()} if is_replaced(read_card(where)) else {}
+    texts |= {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    metadata = {"__metadata__": {"format": "pt"} | ({_BASE: base_sha256} if base_sha256 else {})}
+    adapted = [place for place in places(model, family_of(model.config).hub) if place.name in sizes.ranks]
+    entries = itertools.chain.from_iterable(_entries(place, pairs, sizes) for place in adapted)
+    plan = Plan([make_file(WEIGHTS, entries, metadata)], texts, ModelValues({}))
+    write_folder(where, plan, existing="replace")  # also a card that moezoo wrote, where there is no adapter
     return where
 
 
@@ -189,23 +159,6 @@ def _write_card(
     )
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Make or replace a file in one operation."""
-    from safetensors import SafetensorError
-
-    new = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        new.touch()
-        mode = new.stat().st_mode  # safetensors lets nobody else read its files
-        write(new)
-        new.chmod(mode)
-        os.replace(new, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be written ({getattr(error, 'strerror', None) or error})") from error
-    finally:
-        new.unlink(missing_ok=True)
-
-
 class _Pair(NamedTuple):
     """One matrix's pair on the host: [*inputs, rank], [rank, *outputs], and the factor of the product."""
 
@@ -214,35 +167,43 @@ class _Pair(NamedTuple):
     scale: float
 
 
-def _fetch(pair: LowRank | None, index: tuple[int, ...]) -> _Pair | None:
-    if pair is None:
-        return None
-    a, b = (fetch(part, index, 0) for part in (pair.a, pair.b))
-    if a is None or b is None:  # another process has it; only shapes are needed here
-        a, b = (np.zeros(part.shape[len(index) :], np.float32) for part in (pair.a, pair.b))
-    return _Pair(a.astype(np.float32), b.astype(np.float32), pair.scale)
+def _entries(place: Tensor, pairs: Mapping[str, LowRank], sizes: "_Sizes") -> Iterator[Entry]:
+    """Yield lora_A [rank, inputs] and lora_B [outputs, rank] of a module that has some of the `pairs`."""
+    rank, scale = sizes.ranks[place.name], sizes.scales[place.name]
+    outputs, inputs = place.shape
+    for part, shape, read in (
+        ("A", (rank, inputs), functools.partial(_read_a, place, pairs)),
+        ("B", (outputs, rank), functools.partial(_read_b, place, pairs, scale)),
+    ):
+        name = f"{_PREFIX}{place.name}.lora_{part}.weight"
+        yield entry_in_numbers(name, np.dtype(np.float32), shape, read)
 
 
-def _join(place: Place, parts: Sequence[_Pair | None], scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return lora_A [rank, inputs] and lora_B [outputs, rank] of a module with this scale."""
-    some = [part for part in parts if part is not None]
-    inputs = math.prod(place.shapes[0][: place.cut])
-    a = np.concatenate([part.a.reshape(inputs, -1).T for part in some])
-    blocks = []
-    for part, shape in zip(parts, place.shapes, strict=True):
-        rows = [
-            one.b * np.float32(one.scale / scale) if one is part else np.zeros((len(one.b), *shape[place.cut :]))
-            for one in some
-        ]
-        blocks.append(np.concatenate(rows).astype(np.float32))
-    b = np.concatenate(blocks, axis=-1)
-    return np.ascontiguousarray(a), np.ascontiguousarray(b.reshape(len(a), -1).T)
+def _read_a(place: Tensor, pairs: Mapping[str, LowRank], process: int) -> np.ndarray | None:
+    """Return lora_A on `process`: the rows of all pairs below each other."""
+    found = [fetch(pairs[path].a, index, process) for path, index in place.parts if path in pairs]
+    rows = [a.reshape(-1, a.shape[-1]).T for a in found if a is not None]
+    return np.ascontiguousarray(np.concatenate(rows), np.float32) if rows else None
+
+
+def _read_b(place: Tensor, pairs: Mapping[str, LowRank], scale: float, process: int) -> np.ndarray | None:
+    """Return lora_B for a module with this scale on `process`: each pair has its own columns and rows."""
+    blocks, first = [], 0
+    rank = sum(pairs[path].rank for path, _ in place.parts if path in pairs)
+    for (path, index), shape in zip(place.parts, place.shapes, strict=True):
+        blocks.append(np.zeros((rank, *shape[place.split[1] :]), np.float32))
+        if (pair := pairs.get(path)) is not None:
+            if (b := fetch(pair.b, index, process)) is not None:
+                blocks[-1][first : first + pair.rank] = b.astype(np.float32) * np.float32(pair.scale / scale)
+            first += pair.rank
+    whole = np.concatenate(blocks, axis=-1).reshape(rank, -1)
+    return np.ascontiguousarray(whole.T) if process == jax.process_index() else None
 
 
 class _Sizes(NamedTuple):
-    """The rank and the scale of each module that has a pair, and whether each that could have one does."""
+    """The modules that could have a pair, and the rank and the scale of each that has one."""
 
-    modules: Mapping[str, bool]
+    modules: Sequence[str]
     ranks: Mapping[str, int]
     scales: Mapping[str, float]
 
@@ -250,12 +211,12 @@ class _Sizes(NamedTuple):
     def of(cls, model: Any) -> "_Sizes":
         """Return those of a model, which may have shapes in place of arrays."""
         pairs = {path: x for path, x in arrays_by_path(model).items() if is_low_rank(x)}
-        modules, ranks, scales = {}, {}, {}
+        modules, ranks, scales = [], {}, {}
         for place in places(model, family_of(model.config).hub):
             here = [pairs[path] for path, _ in place.parts if path in pairs]
-            modules[place.module] = bool(here)
+            modules.append(place.name)
             if here:
-                ranks[place.module], scales[place.module] = sum(pair.rank for pair in here), here[0].scale
+                ranks[place.name], scales[place.name] = sum(pair.rank for pair in here), here[0].scale
         return cls(modules, ranks, scales)
 
     @property
@@ -290,9 +251,9 @@ class _Sizes(NamedTuple):
             "inference_mode": True,
             "init_lora_weights": True,
             "modules_to_save": None,
-            "target_modules": _ends(self.modules),
-            "rank_pattern": _short(ranks, self.modules),
-            "alpha_pattern": {name: _plain(value) for name, value in _short(alphas, self.modules).items()},
+            "target_modules": _ends(self.modules, self.ranks.keys()),
+            "rank_pattern": _short(ranks, self.ranks),
+            "alpha_pattern": {name: _plain(value) for name, value in _short(alphas, self.ranks).items()},
         }
 
 
@@ -305,7 +266,7 @@ def describe_peers(model: LanguageModel) -> str:
         model_type = family_of(model.config).hub.write(model.config)["model_type"]
     except UserError:  # transformers has no such model
         return ""
-    return describe_unread(model_type, sizes.modules, {name for odd in sizes.odd() for name in odd})
+    return describe_unread(model_type, sizes.ranks, {name for odd in sizes.odd() for name in odd})
 
 
 def _plain(number: float) -> float | int:
@@ -320,9 +281,9 @@ def _by_end(names: Iterable[str], words: int = 1) -> dict[str, list[str]]:
     return found
 
 
-def _ends(modules: Mapping[str, bool]) -> list[str]:
-    """Return the shortest ends of names, so that modules with a pair are those whose names have such an end."""
-    found, words, left = [], 0, {name for name, adapted in modules.items() if adapted}
+def _ends(modules: Iterable[str], adapted: Iterable[str]) -> list[str]:
+    """Return the shortest ends of names, so that the `adapted` modules are those whose names have such an end."""
+    found, words, left = [], 0, {*adapted}
     while left:
         words += 1
         for end, names in _by_end(modules, words).items():
@@ -332,10 +293,10 @@ def _ends(modules: Mapping[str, bool]) -> list[str]:
     return found
 
 
-def _short(values: Mapping[str, Any], modules: Mapping[str, bool]) -> dict[str, Any]:
-    """Return values by the last words of names where all modules with it have the same, or else by whole names."""
+def _short(values: Mapping[str, Any], adapted: Iterable[str]) -> dict[str, Any]:
+    """Return values by the last words of names where all with it have the same, or else by whole names."""
     found = {}
-    for last, names in _by_end(name for name, adapted in modules.items() if adapted).items():
+    for last, names in _by_end(adapted).items():
         some = [values.get(name) for name in names]
         if some[0] is not None and all(value == some[0] for value in some):
             found[last] = some[0]
@@ -442,11 +403,7 @@ def load_adapter(
     read.check_base(base_sha256)
     read.copies.check(ModelValues(arrays_by_path(bare)))
     shapes = jax.eval_shape(read.attach, bare)
-    if execution is None or execution.mesh is None:
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: here, shapes)
-    else:
-        shardings = on_mesh(execution).shardings(shapes)
+    shardings = on_mesh(execution or Execution()).shardings(shapes)
 
     def fill(path: Any, pair: Any, base: Any, shardings: Any) -> Any:
         if not is_low_rank(pair):
@@ -501,15 +458,17 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             raise UserError(f"{where}: the pair of {module} has NaN or infinities; save the adapter again")
         return a, b
 
-    packed, hub = _Packed(settings, read, model.config.experts), family_of(model.config).hub
+    hub = family_of(model.config).hub
+    alternate = any(tensor.layout == "alternating" for tensor in tensors(model, hub))
+    packed = _Packed(settings, read, model.config.experts, alternate)
     lacking: list[str] = []
     of_experts = False  # whether single experts have pairs
     for place in places(model, hub):
-        own = read(place.module)
-        named = (place.module, own) if own is not None else packed.pair(place)
-        of_experts |= own is not None and ".experts." in place.module
+        own = read(place.name)
+        named = (place.name, own) if own is not None else packed.pair(place)
+        of_experts |= own is not None and ".experts." in place.name
         if named is None:
-            lacking += [place.module] * settings.names(place.module)
+            lacking += [place.name] * settings.names(place.name)
             continue
         name, pair = named
         scale = settings.scale(name, len(pair[0]))
@@ -537,15 +496,15 @@ def _module(name: str) -> str:
     return short.removesuffix(".default")
 
 
-def _split(place: Place, a: np.ndarray, b: np.ndarray, where: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+def _split(place: Tensor, a: np.ndarray, b: np.ndarray, where: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the matrices [*inputs, rank] and [rank, *outputs] of each part of a place."""
-    inputs, outputs = place.shapes[0][: place.cut], place.shapes[0][place.cut : -1]
-    last = [shape[-1] for shape in place.shapes]
-    rank, expected = len(a), (math.prod(inputs), math.prod(outputs) * sum(last))
-    if (a.shape[1], b.shape[0]) != expected or b.shape[1] != rank:
+    cut, last = place.split[1], [shape[-1] for shape in place.shapes]
+    inputs, outputs = place.shapes[0][:cut], place.shapes[0][cut:-1]
+    rank, (rows, columns) = len(a), place.shape
+    if (a.shape[1], b.shape[0]) != (columns, rows) or b.shape[1] != rank:
         raise UserError(
-            f"{where}: {place.module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank, "
-            f"{expected[0]}] and [{expected[1]}, rank] for this model; the adapter is for another one"
+            f"{where}: {place.name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank, "
+            f"{columns}] and [{rows}, rank] for this model; the adapter is for another one"
         )
     whole_a = np.ascontiguousarray(a.T).reshape(*inputs, rank)
     whole_b = np.ascontiguousarray(b.T).reshape(rank, *outputs, sum(last))
@@ -561,15 +520,20 @@ def _split(place: Place, a: np.ndarray, b: np.ndarray, where: Path) -> list[tupl
 
 
 class _Packed:
-    """The pairs that PEFT has for all experts of a layer. That of `gate_up_proj` is inside that of `down_proj`."""
+    """The pairs that PEFT has for all experts of a layer. That of `gate_up_proj` is inside that of `down_proj`.
 
-    def __init__(self, settings: AdapterSettings, read: Callable[[str], _Matrices | None], experts: int):
-        self._settings, self._read, self._experts = settings, read, experts
+    `alternate`: whether transformers has gate and up in turns in one tensor.
+    """
+
+    def __init__(
+        self, settings: AdapterSettings, read: Callable[[str], _Matrices | None], experts: int, alternate: bool
+    ):
+        self._settings, self._read, self._experts, self._alternate = settings, read, experts, alternate
         self._open: dict[str, _Matrices | None] = {}
 
-    def pair(self, place: Place) -> tuple[str, _Matrices] | None:
+    def pair(self, place: Tensor) -> tuple[str, _Matrices] | None:
         """Return the pair of one expert, and the name of the tensor that it is a part of; None without one."""
-        layer = re.match(r"model\.layers\.\d+\.", place.module)
+        layer = re.match(r"model\.layers\.\d+\.", place.name)
         path, index = place.parts[0]
         if ".experts." not in path or layer is None:
             return None
@@ -589,10 +553,10 @@ class _Packed:
         b = b.reshape(len(b), -1, self._experts)[:, :, expert]
         if kind != "down":
             part = ("gate", "up").index(kind)
-            b = b[part::2] if place.alternates else np.split(b, 2)[part]
+            b = b[part::2] if self._alternate else np.split(b, 2)[part]
         return f"{above}.{name}", (a, b)
 
-    def _find(self, above: str, name: str, place: Place) -> _Matrices | None:
+    def _find(self, above: str, name: str, place: Tensor) -> _Matrices | None:
         for module in (f"{above}.base_layer", above):
             if module not in self._open:
                 self._open[module] = self._read(module)

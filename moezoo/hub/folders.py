@@ -1,9 +1,7 @@
 """What a Hugging Face folder says of its model, without its tensors."""
 
-import json
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
@@ -11,9 +9,9 @@ from moezoo.errors import UserError
 from moezoo.host import is_same_file
 from moezoo.hub.nested import TEXT
 from moezoo.hub.opening import folder_argument, open_folder
+from moezoo.hub.plan import GENERATION, Plan
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
-from moezoo.hub.writing import GENERATION, Plan
-from moezoo.json_files import read_json
+from moezoo.json_files import json_text, read_json
 from moezoo.models import ModelConfig
 from moezoo.typed import convert, show
 
@@ -49,9 +47,9 @@ def with_ends(plan: Plan, like: Path, ends: Sequence[int]) -> Plan:
     known = end_of_text(like)
     if not (new := [token for token in ends if token not in known]):
         return plan
-    file = plan.copies.get(GENERATION)
-    table = {**({} if file is None else read_json(file)), "eos_token_id": [*known, *new]}
-    return plan.with_texts({GENERATION: _as_json(table)})
+    file = plan.others.get(GENERATION)
+    table = {**(read_json(file) if isinstance(file, Path) else {}), "eos_token_id": [*known, *new]}
+    return plan.with_files({GENERATION: json_text(table)})
 
 
 def find_tokenizer(folder: str | Path) -> Path | None:
@@ -78,11 +76,7 @@ def tokenizer_config(beside: Path | None, template: Path | None = None) -> bytes
         found.setdefault("model_input_names", ["input_ids", "attention_mask"])
     if template is not None:
         found["chat_template"] = read_json(template).get("chat_template")
-    return _as_json(found)
-
-
-def _as_json(table: Mapping[str, Any]) -> bytes:
-    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+    return json_text(found)
 
 
 def text_settings(

@@ -272,11 +272,11 @@ class FewBits(Holding):
         """bfloat16, in which such models compute."""
         return jnp.dtype(jnp.bfloat16)
 
-    def as_stored(self, piece: Any) -> Any:
-        """Return a piece of a new file, with the dtype and the shape that this folder states for as many bytes."""
-        stored = self.files.tensors[piece.name]
-        same = math.prod(stored.shape) * self.files.stored_dtype(piece.name).itemsize == piece.size
-        return piece._replace(dtype=stored.dtype, shape=stored.shape) if same else piece
+    def as_stored(self, entry: Any) -> Any:
+        """Return an entry of a new file, with the dtype and the shape that this folder states for as many bytes."""
+        stored = self.files.tensors[entry.name]
+        same = math.prod(stored.shape) * self.files.stored_dtype(entry.name).itemsize == entry.size
+        return entry._replace(dtype=stored.dtype, shape=stored.shape) if same else entry
 
     @property
     def scale_dtype(self) -> np.dtype:
@@ -286,10 +286,11 @@ class FewBits(Holding):
     def check(self) -> None:
         few, found = self.few, self.files.tensors[self.few.scale]
         self.files.check(few.scale, found.shape, few.format.SCALE_KINDS)
-        one = few.format.scales(np.zeros((), self.scale_dtype), np.ones((), np.float32))
-        few.encoding(
-            np.broadcast_to(one, few.scale_shape[-2:])
-        )  # refuses numbers of inputs that the format cannot have
+        if few.matrix[1] % few.format.PER_ITEM:
+            raise UserError(
+                f"{self.files.folder}: {few.values} has {few.matrix[1]} inputs by config.json, expected a multiple of "
+                f"{few.format.PER_ITEM}, the numbers in one {few.format.KIND}; the folder's format is another one"
+            )
         self.files.check(few.values, few.values_shape, (few.format.KIND,))
         if few.format.has_blocks or math.prod(found.shape) != math.prod(few.scale_shape):
             self.files.check(few.scale, few.scale_shape, few.format.SCALE_KINDS)
@@ -308,37 +309,34 @@ class FewBits(Holding):
     def _pieces(self, places: Sequence[_Place]) -> Iterator[Piece]:
         few, dims = self.few, self.tensor.dims
         boxes = [self.tensor.in_file(place.part, place.box) for place in places]
-        inputs = len(self.tensor.axes.inputs)
-        # Items hold neighbours along the last input dimension, or along all of them.
-        whole = dims[-1] % few.format.PER_ITEM != 0
-        per, first = few.format.PER_ITEM, len(dims) - inputs
-        items = (*dims[:first], math.prod(dims[first:]) // per) if whole else (*dims[:-1], dims[-1] // per)
+        per = few.format.CONTAINER.PER_BYTE
+        # A byte holds neighbours along the last input dimension, or, where rows are then read whole, along all of them.
+        whole = dims[-1] % per != 0
+        at = len(dims) - (len(self.tensor.axes.inputs) if whole else 1)
+        items = (*dims[:at], math.prod(dims[at:]) // per)
 
         def in_items(box: Box) -> Box:
-            last = (0, items[-1]) if whole else (box[-1][0] // per, math.ceil(box[-1][1] / per))
-            return (*(box[:first] if whole else box[:-1]), last)
+            return (*box[:at], (0, items[-1]) if whole else (box[-1][0] // per, math.ceil(box[-1][1] / per)))
 
         def in_numbers(region: Region) -> Region:
             last = tuple((start * per, end * per) for start, end in region.chosen[-1])
-            ends = [((0, n),) for n in dims[first:]] if whole else [last]
-            chosen = (*region.chosen[: first if whole else -1], *ends)
-            return Region(dims, np.dtype(np.float32), 0, chosen, 0)
+            ends = [((0, n),) for n in dims[at:]] if whole else [last]
+            return Region(dims, np.dtype(np.float32), 0, (*region.chosen[:at], *ends), 0)
 
-        scales = _Scales(self.files, few, [_blocks(few, box) for box in boxes])
-        region = self.files.region(few.values, items, map(in_items, boxes))
-        widens = 4 * per // self.files.stored_dtype(few.values).itemsize  # numbers of four bytes
-        yield Piece(self.tensor.name, region, functools.partial(self._read_piece, in_numbers, places, scales), widens)
+        shapes = self.tensor.shapes
+        wanted = [(place.box, few.piece_blocks(place.part, shapes[place.part], place.box)) for place in places]
+        scales = _Scales(self.files, few, wanted)
+        region = self.files.region(few.values, items, map(in_items, boxes), np.dtype(np.uint8))
+        read = functools.partial(self._read_piece, in_numbers, places, scales)
+        yield Piece(self.tensor.name, region, read, widens=4 * per)  # numbers of four bytes
 
     def _read_piece(
         self, in_numbers: Callable[[Region], Region], places: Sequence[_Place], scales: "_Scales", region: Region
     ) -> bool:
-        wide = in_numbers(region)
-        grid = scales.read()
+        wide, kind, block = in_numbers(region), self.few.format.CONTAINER, self.few.block
         experts, rows, columns = _indices(self.few, wide.chosen)
         items = self.files.read(self.few.values, region).reshape(len(experts), len(rows), -1)
-        numbers = np.empty((len(experts), len(rows), len(columns)), np.float32)
-        for i, expert in enumerate(experts):
-            numbers[i] = self.few.encoding(grid[expert]).widen(items[i], rows, columns, np.float32)
+        numbers = kind.widen(items, scales.read()[np.ix_(experts, rows // block[0])], columns // block[1])
         return are_finite(numbers) & _write(self.tensor, wide, numbers.reshape(wide.read_shape), places)
 
     def _kept_pieces(self, arrays: Mapping[str, Boxes]) -> Iterator[Piece]:
@@ -358,11 +356,7 @@ class FewBits(Holding):
         found = [
             (place, few.piece_blocks(place.part, shapes[place.part], place.box)) for place in _places(scale, arrays)
         ]
-        boxes = [
-            (*place.box[: len(few.lead)], *((int(x.min()), int(x.max()) + 1) for x in blocks))
-            for place, blocks in found
-        ]
-        scales = _Scales(self.files, few, boxes)
+        scales = _Scales(self.files, few, [(place.box, blocks) for place, blocks in found])
         yield Piece(self.tensor.name, scales.region, functools.partial(self._read_scales, scales, found), 0)
 
     def _read_values(self, places: Sequence[_Place], region: Region) -> bool:
@@ -386,13 +380,13 @@ class FewBits(Holding):
         """Return whether all numbers times these scales are finite in the container's dtype."""
         if float(np.abs(as_float32(grid)).max()) < _SAFE_SCALE:
             return True
-        items = self.files.read(self.few.values).reshape(len(grid), self.few.matrix[0], -1)
-        rows, columns = map(np.arange, self.few.matrix)
+        items = self.files.read(self.few.values).view(np.uint8).reshape(len(grid), self.few.matrix[0], -1)
+        rows, columns = (np.arange(n) // size for n, size in zip(self.few.matrix, self.few.block, strict=True))
         widened = (
-            self.few.encoding(scale).widen(each, rows, columns, self.dtype)
-            for scale, each in zip(grid, items, strict=True)
+            self.few.format.CONTAINER.widen(each, scale[rows], columns) for each, scale in zip(items, grid, strict=True)
         )
-        return all(are_finite(numbers) for numbers in widened)
+        with np.errstate(over="ignore"):
+            return all(are_finite(numbers.astype(self.dtype)) for numbers in widened)
 
 
 def _read_scales(files: WeightFiles, few: FewBitTensor, region: Region | None = None) -> np.ndarray:
@@ -410,11 +404,13 @@ def _read_scales(files: WeightFiles, few: FewBitTensor, region: Region | None = 
 class _Scales:
     """The scales of a weight that its pieces need, read once, by the first piece that asks.
 
-    `boxes`: which experts, blocks along outputs and blocks along inputs.
+    `wanted`: boxes of parts, and the blocks along outputs and inputs that each touches.
     """
 
-    def __init__(self, files: WeightFiles, few: FewBitTensor, boxes: Iterable[Box]):
+    def __init__(self, files: WeightFiles, few: FewBitTensor, wanted: Iterable[tuple[Box, Iterable[np.ndarray]]]):
         self.files, self._few, self._lock, self._grid = files, few, threading.Lock(), np.zeros(())
+        ends = lambda blocks: (int(blocks.min()), int(blocks.max()) + 1)  # noqa: E731
+        boxes = [(*box[: len(few.lead)], *map(ends, blocks)) for box, blocks in wanted]
         self.region = files.region(few.scale, few.scale_shape, boxes)
 
     def read(self) -> np.ndarray:
@@ -444,18 +440,6 @@ def _indices(few: FewBitTensor, chosen: Sequence[Sequence[Interval]]) -> tuple[n
         numbers = np.arange(math.prod(dims[first:last])).reshape(dims[first:last])
         found.append(numbers[np.ix_(*map(_numbers_of, chosen[first:last]))].reshape(-1))
     return _numbers_of(chosen[0]) if lead else np.zeros(1, int), *found
-
-
-def _blocks(few: FewBitTensor, box: Box) -> Box:
-    """Return the blocks that a box of `dims` touches."""
-    lead, dims = len(few.lead), few.tensor.dims
-    cut = len(dims) - len(few.tensor.axes.inputs)
-    found = list(box[:lead])
-    for first, last, size in ((lead, cut, few.block[0]), (cut, len(dims), few.block[1])):
-        ends = [(start, end - 1) for start, end in box[first:last]]
-        low, high = (int(np.ravel_multi_index(index, dims[first:last])) for index in zip(*ends, strict=True))
-        found.append((low // size, high // size + 1))
-    return tuple(found)
 
 
 def are_finite(numbers: np.ndarray) -> bool:

@@ -101,12 +101,9 @@ def from_pretrained(
         named = {path: x for path, x in arrays_by_path(found.shapes).items() if not upcycle.draws(path)}
         require_names(named, [holding.tensor for holding in found.holdings])
         shapes = found.shapes
-        if execution is None or mesh is None:
-            here = SingleDeviceSharding(jax.local_devices()[0])
-            shardings = jax.tree.map(lambda _: here, shapes)
-        else:
+        if execution is not None and mesh is not None:
             shapes = jax.eval_shape(functools.partial(cut_pieces, execution=execution), shapes)
-            shardings = on_mesh(execution).shardings(shapes)
+        shardings = on_mesh(execution or Execution()).shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
     model = _load_everywhere(load, where, mesh, upcycle)
@@ -152,12 +149,9 @@ def load_as(
         holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
         needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
         holdings = [one for one in holdings if any(path in needed for path, _ in one.tensor.parts)]
-        if execution is None:
-            here = SingleDeviceSharding(jax.local_devices()[0])
-            shardings = jax.tree.map(lambda _: here, wanted)
-        else:
-            chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
-            shardings = jax.tree.map(chosen, wanted, on_mesh(execution).shardings(shapes), is_leaf=lambda x: x is None)
+        shardings = on_mesh(execution or Execution()).shardings(shapes)
+        chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
+        shardings = jax.tree.map(chosen, wanted, shardings, is_leaf=lambda x: x is None)
         return _load(opened, Found(wanted, holdings, unused), shardings, mesh)
 
     return _load_everywhere(load, folder, mesh, upcycle)

@@ -1,7 +1,5 @@
 """The tensors of a Hugging Face folder with an adapter merged into them."""
 
-from typing import Any
-
 import numpy as np
 
 from moezoo.hub.adapters import Adapter
@@ -15,19 +13,11 @@ class MergedValues(Values):
 
     def __init__(self, values: Values, adapter: Adapter, shapes: LanguageModel):
         """Merge `adapter` into `values`, which are read in float32."""
-        self._values, self._adapter, self._arrays = values, adapter, arrays_by_path(shapes)
-
-    def has(self, tensor: Tensor) -> bool:
-        return self._values.has(tensor)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
-        return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
+        super().__init__(arrays_by_path(shapes))
+        self._values, self._adapter = values, adapter
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         return self._values.stored_dtype(tensor)
-
-    def key(self, tensor: Tensor) -> tuple[Any, ...]:
-        return self._values.key(tensor)
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         found = self._values.read(tensor, process)

@@ -21,16 +21,15 @@ _APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "m
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 
-def describe_unread(model_type: str, modules: Mapping[str, bool], odd: Collection[str]) -> str:
+def describe_unread(model_type: str, adapted: Collection[str], odd: Collection[str]) -> str:
     """Return a sentence about the pairs that PEFT does not read; empty where it reads all.
 
     Args:
         model_type: That of config.json.
-        modules: Those that could have a pair, and whether they do.
+        adapted: The modules that have a pair.
         odd: Those whose rank or scale is not that of most.
     """
-    adapted = [name for name, has in modules.items() if has and model_type in KNOWN]
-    if not adapted:
+    if model_type not in KNOWN or not adapted:
         return ""
     if refused := _refused(model_type, adapted, odd):
         return f"PEFT 0.21 does not read this adapter, because {refused}{_REMEDY}"
@@ -41,7 +40,7 @@ def describe_unread(model_type: str, modules: Mapping[str, bool], odd: Collectio
 _REMEDY = "; for other libraries merge it: moezoo convert FOLDER NEW adapter=ADAPTER"
 
 
-def _refused(model_type: str, adapted: Sequence[str], odd: Collection[str]) -> str:
+def _refused(model_type: str, adapted: Collection[str], odd: Collection[str]) -> str:
     if model_type not in _TOGETHER:
         routers = [name for name in adapted if _last(name) in ("gate", "router")]
         return f"it has no pairs of routers of {model_type}: {_short(routers)}" if routers else ""
@@ -54,7 +53,7 @@ def _refused(model_type: str, adapted: Sequence[str], odd: Collection[str]) -> s
     return ""
 
 
-def _ignored(model_type: str, adapted: Sequence[str]) -> Iterator[tuple[list[str], str]]:
+def _ignored(model_type: str, adapted: Collection[str]) -> Iterator[tuple[list[str], str]]:
     experts = [name for name in adapted if _is_of_expert(name)]
     if model_type not in _TOGETHER:
         yield experts, f"transformers has all experts of a layer of {model_type} in one tensor"

@@ -1,6 +1,5 @@
 """What a folder that is given away says of other folders: a name on the Hub or a last name, never a path."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -8,8 +7,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.hub.writing import Plan
-from moezoo.json_files import open_file, parse_json, read_json
+from moezoo.hub.plan import Plan
+from moezoo.json_files import json_text, parse_json, read_bytes, read_json
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The folder of one version of a model in the Hub's cache.
@@ -62,18 +61,14 @@ def without_paths(plan: Plan) -> Plan:
     Raises `UserError` where a file that has such a key is damaged.
     """
     texts = {}
-    for name in [name for name in _CONFIGS if name in plan.copies or name in plan.texts]:
-        before = plan.texts[name] if name in plan.texts else _read(plan.copies[name])
+    for name in [name for name in _CONFIGS if name in plan.others]:
+        file = plan.others[name]
+        before = file if isinstance(file, bytes) else read_bytes(file)
         if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
-            mapping = parse_json(before, str(plan.copies.get(name, name)))
+            mapping = parse_json(before, name if isinstance(file, bytes) else str(file))
             if (public := _public(mapping)) != mapping:
-                texts[name] = (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
-    return plan.with_texts(texts)
-
-
-def _read(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read()
+                texts[name] = json_text(public)
+    return plan.with_files(texts)
 
 
 def _public(value: Any, key: str = "") -> Any:

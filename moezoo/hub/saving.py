@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
-import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +14,17 @@ import numpy as np
 from jax.core import Tracer
 
 from moezoo.errors import UserError, describe_class
-from moezoo.hub.carry import Carried, Copying, plan_copy
+from moezoo.hub.carry import plan_copy
 from moezoo.hub.few_bits import format_argument
-from moezoo.hub.formats.base import CONFIG
-from moezoo.hub.leaving import leaving, modules_in_numbers, own_pieces, rounding_warnings
+from moezoo.hub.folders import with_ends
+from moezoo.hub.formats.base import Format
+from moezoo.hub.model_folder import Carried, ModelFolder
 from moezoo.hub.opening import folder_argument, open_folder
-from moezoo.hub.rounding import RoundedValues
-from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names, tensors
+from moezoo.hub.plan import GENERATION, Entry, Plan, leaving, make_file
+from moezoo.hub.tensors import arrays_by_path, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
-from moezoo.hub.weight_files import INDEX, SINGLE, common_dtype
-from moezoo.hub.writing import GENERATION, METADATA, File, Piece, Plan, make_header, sort_pieces, write_folder
+from moezoo.hub.weight_files import INDEX, SINGLE
+from moezoo.json_files import json_text
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -90,48 +89,53 @@ def save_pretrained(
         raise UserError(f"save_pretrained: the first argument is a {type(model).__name__}, expected a model")
     folder, arrays = folder_argument(folder), distributed.together(lambda: _own_arrays(model))
     _check_same(arrays, {"folder": folder, "like": like, "max_shard_size": max_shard_size, "format": format})
-    values: Values = ModelValues(arrays)
-    if (rounds_to := format_argument(format)) is not None:
-        values = RoundedValues(values, rounds_to)
-    carried, rounded = Carried(), list[str]()
-    if like is None:
-        distributed.together(lambda: check_target(folder))
-        write_folder(folder, plan_folder(model, values, max_shard_size), values)
-    else:
-        other = folder_argument(like, "like")
+    other, rounds_to = None if like is None else folder_argument(like, "like"), format_argument(format)
 
-        def plan() -> Copying:
-            copying = plan_like(model, folder, other, values, max_shard_size)
-            check_target(folder)
-            return copying
+    def plan() -> ModelFolder:
+        planned = plan_model(model, folder, other, ModelValues(arrays), max_shard_size, rounds_to)
+        check_target(folder)
+        return planned
 
-        copying = distributed.together(plan)
-        carried = copying.write(folder, values)
-        rounded += rounded_warnings(copying, carried, like)
+    planned = distributed.together(plan)
+    carried = planned.write(folder)
     if distributed.is_first():
-        for text in (
-            *carried_warnings(carried, like),
-            *rounded,
-            *few_bit_warnings(model, values),
-            *lost_warnings(model.config),
-        ):
+        for text in (*planned.notes(carried), *lost_warnings(model.config)):
             warnings.warn(f"{folder}: {text}", stacklevel=2)
     return carried
 
 
-def plan_like(
-    model: LanguageModel, folder: Path, like: Path, values: Values, max_shard_size: int | str | None
-) -> Copying:
-    """Return how a model, whose arrays may be shapes, is written to `folder` as a copy of the folder `like`.
+def plan_model(
+    model: LanguageModel,
+    folder: Path,
+    like: Path | None,
+    values: Values,
+    max_shard_size: int | str | None = None,
+    rounds_to: Format | None = None,
+    text_ends: Sequence[int] = (),
+) -> ModelFolder:
+    """Return how a model, whose arrays may be shapes, is written to `folder`, as a copy of the folder `like` if any.
 
-    Raises `UserError` as `save_pretrained` does.
+    Args:
+        model: The model.
+        folder: The new folder.
+        like: As in `save_pretrained`.
+        values: The numbers of the model.
+        max_shard_size: As in `save_pretrained`.
+        rounds_to: The format that weights of layers are rounded to; None for none.
+        text_ends: The tokens that end a text, as far as they are known; a folder that is like another has those too.
+
+    Raises:
+        UserError: As `save_pretrained` does.
     """
+    if like is None:
+        return _plan_alone(model, values, _shard_bytes(max_shard_size), rounds_to, text_ends)
     if max_shard_size is not None:
         raise UserError(f"max_shard_size={show(max_shard_size)}: the files are those of {like}; leave it out")
     opened = open_folder(like)
     if folder.resolve() == opened.folder.resolve():
         raise UserError(f"folder and like are both {folder}; name another folder to write")
-    return plan_copy(model, opened, values)
+    planned = plan_copy(model, opened, values, rounds_to)
+    return planned._replace(plan=with_ends(planned.plan, like, text_ends))
 
 
 def check_target(folder: Path) -> None:
@@ -140,52 +144,36 @@ def check_target(folder: Path) -> None:
         raise UserError(f"{folder} already holds a model, or a part of one; name another folder")
 
 
-def plan_folder(model: Any, values: Values, max_shard_size: int | str | None, text_ends: Sequence[int] = ()) -> Plan:
-    """Return the files of a model, whose arrays may be shapes.
-
-    `text_ends` are the tokens that end a text, as far as they are known. Raises `UserError` as `save_pretrained` does.
-    """
-    most, family = _shard_bytes(max_shard_size), family_of(model.config)
+def _plan_alone(
+    model: Any, values: Values, most: int, rounds_to: Format | None, text_ends: Sequence[int]
+) -> ModelFolder:
+    """Return the files of a model. `most`: the bytes of tensors in one file."""
+    family = family_of(model.config)
     parts = list(tensors(model, family.hub))
     require_names(arrays_by_path(model), parts)
-    shards: list[list[Piece]] = [[]]
-    room = most
-    leaves = leaving(parts, arrays_by_path(model), values.rounds_to)
-    for piece in itertools.chain.from_iterable(own_pieces(tensor, leaves, values) for tensor in parts):
-        if piece.size > room and shards[-1]:
+    shards: list[list[Entry]] = [[]]
+    room, leaves = most, leaving(parts, values, rounds_to)
+    for entry in itertools.chain.from_iterable(map(leaves.entries, parts)):
+        if entry.size > room and shards[-1]:
             shards.append([])
             room = most
-        shards[-1].append(piece)
-        room -= piece.size
+        shards[-1].append(entry)
+        room -= entry.size
     last = len(shards)
     names = [SINGLE] if last == 1 else [f"model-{i + 1:05}-of-{last:05}.safetensors" for i in range(last)]
-    ordered = list(map(sort_pieces, shards))
-    files = [File(name, make_header(shard, METADATA), shard) for name, shard in zip(names, ordered, strict=True)]
+    files = list(map(make_file, names, shards))
     texts = {}
     if last > 1:
-        where = {piece.name: name for name, shard in zip(names, shards, strict=True) for piece in shard}
-        texts[INDEX] = {"metadata": {"total_size": sum(file.tensor_bytes for file in files)}, "weight_map": where}
-    config = family.hub.write(model.config)
-    if leaves.format is not None:
-        config[CONFIG] = leaves.format.write(modules_in_numbers(parts, leaves.few))
-    config["dtype"] = common_dtype((values.dtype(tensor), math.prod(tensor.shape)) for tensor in parts).name
-    config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
+        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        texts[INDEX] = json_text({"metadata": {"total_size": sum(f.tensor_bytes for f in files)}, "weight_map": where})
+    # torch_dtype is the name before transformers 4.56.
+    config = family.hub.write(model.config) | leaves.table | dict.fromkeys(("dtype", "torch_dtype"), leaves.dtype.name)
     # Without these keys, transformers' defaults make some tokens of this vocabulary special.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if text_ends:
         config["eos_token_id"] = text_ends[0] if len(text_ends) == 1 else list(text_ends)
-        texts[GENERATION] = {"eos_token_id": config["eos_token_id"]}
-    texts["config.json"] = config
-    return Plan(files, {}, {name: (json.dumps(text, indent=2) + "\n").encode() for name, text in texts.items()})
-
-
-def few_bit_warnings(model: LanguageModel, values: Values) -> Iterator[str]:
-    """Yield why weights of few bits are written in numbers, and which rounded ones transformers does not read."""
-    parts = tensors(model, family_of(model.config).hub)
-    leaves = leaving(parts, arrays_by_path(model), values.rounds_to)
-    if leaves.refused:
-        yield f"weights of few bits {leaves.refused}; they are written as the arrays that they stand for"
-    yield from rounding_warnings([few for few in leaves.few.values() if not values.has(few.kept_scale)])
+        texts[GENERATION] = json_text({"eos_token_id": config["eos_token_id"]})
+    return ModelFolder(Plan(files, {**texts, "config.json": json_text(config)}, values), leaves)
 
 
 def lost_warnings(config: ModelConfig) -> Iterator[str]:
@@ -201,25 +189,6 @@ def _is_default(config: ModelConfig, ours: str) -> bool:
     section = functools.reduce(getattr, sections, config)
     (default,) = (field.default for field in dataclasses.fields(section) if field.name == name)
     return getattr(section, name) == default
-
-
-def carried_warnings(carried: Carried, like: Any) -> Iterator[str]:
-    """Yield which tensors of `like` are beside others than those that they were trained with."""
-    if carried.changed and carried.tensors:
-        parts = (f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items())
-        yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
-
-
-def rounded_warnings(copying: Copying, carried: Carried, like: Any) -> Iterator[str]:
-    """Yield which tensors are those of `like` but for rounding."""
-    wide = [name for name in carried.rounded if copying.files.stored_dtype(name) == np.float64]
-    if wide:
-        yield (
-            f"{count(wide)} less precise than in {like}, which has float64; no model is more precise than float32: "
-            f"{list_names(wide)}"
-        )
-    if names := [name for name in carried.rounded if name not in wide]:
-        yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
 
 
 def _own_arrays(model: LanguageModel) -> dict[str, Any]:

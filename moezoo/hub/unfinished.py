@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
@@ -20,18 +21,22 @@ _SHARED_SECONDS = 10
 
 
 @contextlib.contextmanager
-def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
+def becoming(
+    folder: Path, sizes: Mapping[str, int], existing: Literal["refuse", "replace"] = "refuse"
+) -> Iterator[Path]:
     """Yield a temporary folder, whose files become those of `folder` when the block ends. All processes call this.
 
     - If there is no `folder` yet, the temporary one is `.NAME.unfinished` beside it, and is renamed. Otherwise it is
       `.unfinished` inside, because `folder` may be the root of another disk, and its files are moved, the last of
       `sizes` last. If files have appeared in `folder` meanwhile, it stays as it is, and the block's files are removed.
+      With `existing="replace"` each takes the place of one of its name.
     - If the block raises, or a signal ends the process, nothing is left. After a kill the temporary folder is left, and
       the next call for the same `folder` replaces it.
 
     Args:
         folder: The folder to make, or to move the files to.
         sizes: The name of each file and its bytes. The block must write exactly these.
+        existing: What is done where `folder` has a file of one of the names.
 
     Raises:
         UserError: On all processes, if on one of them: `folder` cannot be made or has one of the files, the disk has
@@ -42,7 +47,7 @@ def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
 
         def begin() -> str:
             with writing(folder):
-                return str(held.enter_context(_begun(folder, sizes)))
+                return str(held.enter_context(_begun(folder, sizes, existing)))
 
         work = Path(distributed.first(begin))
         distributed.together(lambda: _find(work))
@@ -51,7 +56,7 @@ def becoming(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
         def finish() -> None:
             if distributed.is_first():
                 with writing(folder):
-                    _finish(work, folder, sizes)
+                    _finish(work, folder, sizes, existing)
 
         distributed.together(finish)
 
@@ -66,7 +71,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
+def _begun(folder: Path, sizes: Mapping[str, int], existing: str) -> Iterator[Path]:
     """Make and lock the empty temporary folder; remove it if the block raises or a signal ends the process."""
     real = folder.resolve()
     inside, beside = real / _SUFFIX, real.parent / f".{real.name[:_LONGEST]}{_SUFFIX}"
@@ -92,7 +97,7 @@ def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
                     shutil.rmtree(beside)
             for left in work.iterdir():
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-            _check_absent(folder, sizes)
+            _check_absent(folder, sizes, existing)
             needed, free = sum(sizes.values()), shutil.disk_usage(work).free
             if needed > free:
                 raise UserError(
@@ -102,9 +107,9 @@ def _begun(folder: Path, sizes: Mapping[str, int]) -> Iterator[Path]:
             yield work
 
 
-def _check_absent(folder: Path, names: Iterable[str]) -> None:
-    """Raise `UserError` if the folder has one of the files."""
-    if found := [name for name in names if os.path.lexists(folder / name)]:
+def _check_absent(folder: Path, names: Iterable[str], existing: str) -> None:
+    """Raise `UserError` if the folder has one of the files, unless they are to be replaced."""
+    if existing == "refuse" and (found := [name for name in names if os.path.lexists(folder / name)]):
         raise UserError(f"{folder}: cannot be written ({show(found[0])} exists there); name another folder")
 
 
@@ -120,7 +125,7 @@ def _find(work: Path) -> None:
         time.sleep(0.1)
 
 
-def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
+def _finish(work: Path, folder: Path, sizes: Mapping[str, int], existing: str) -> None:
     """Give the files their final names, after all of them are whole."""
     for name, size in sizes.items():
         found = (work / name).stat().st_size if (work / name).exists() else 0
@@ -129,7 +134,7 @@ def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
     if work.name != _SUFFIX:
         os.rename(work, folder)  # fails where somebody has made `folder` with files in it
         return
-    _check_absent(folder, sizes)
+    _check_absent(folder, sizes, existing)
     moved = list[Path]()
 
     def remove_moved() -> None:
@@ -138,7 +143,8 @@ def _finish(work: Path, folder: Path, sizes: Mapping[str, int]) -> None:
 
     with interrupts.undoing(remove_moved):
         for name in sizes:
-            moved.append(folder / name)
-            os.rename(work / name, moved[-1])
+            if existing == "refuse":  # what replaces a file of an older save is not taken away again
+                moved.append(folder / name)
+            os.rename(work / name, folder / name)
         moved.clear()
     work.rmdir()

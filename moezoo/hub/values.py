@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.hub.formats.base import Format
 from moezoo.hub.holdings import FewBits as InFewBits
 from moezoo.hub.holdings import Holding, read_part
 from moezoo.hub.tensors import Tensor, arrays_by_path
@@ -23,26 +22,30 @@ class Values(abc.ABC):
     """The numbers of a model's tensors.
 
     Attributes:
-        rounds_to: The format that arrays are rounded to; None for none.
+        wanted: The arrays of the model, or their shapes, by their paths: what is read has their dtypes.
     """
 
-    rounds_to: Format | None = None
+    def __init__(self, wanted: Mapping[str, Any]):
+        self.wanted = {**wanted, **inside(wanted)}
 
-    @abc.abstractmethod
     def has(self, tensor: Tensor) -> bool:
         """Return whether the model has the arrays of a tensor, such as the scales of a container."""
+        return all(path in self.wanted for path, _ in tensor.parts)
 
-    @abc.abstractmethod
     def dtype(self, tensor: Tensor) -> np.dtype:
         """Return the dtype that `read` gives."""
+        return np.dtype(self.wanted[tensor.parts[0][0]].dtype)
 
     @abc.abstractmethod
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls."""
+        """Return the tensor as a file has it on `process`, and None in the others. All must make the same calls.
 
+        A number too large for the dtype becomes infinite.
+        """
+
+    @abc.abstractmethod
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         """Return the dtype that the numbers have where they are read from."""
-        return self.dtype(tensor)
 
     def key(self, tensor: Tensor) -> tuple[Any, ...]:
         """Return what a single process sorts tensors by before it reads them; equal keys keep their order."""
@@ -51,22 +54,22 @@ class Values(abc.ABC):
 
 
 class ModelValues(Values):
-    """Those of a model, whose arrays lie on any devices. `arrays`: by their paths, as `arrays_by_path` returns them."""
+    """Those of a model, whose arrays lie on any devices."""
 
-    def __init__(self, arrays: Mapping[str, Any]):
+    def __init__(self, arrays: Mapping[str, Any], wanted: Mapping[str, Any] | None = None):
+        """Read `arrays`, by their paths (`arrays_by_path`), in the dtypes of `wanted`, by default in their own."""
+        super().__init__(arrays if wanted is None else wanted)
         self._arrays = {**arrays, **inside(arrays)}
 
-    def has(self, tensor: Tensor) -> bool:
-        return all(path in self._arrays for path, _ in tensor.parts)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
+    def stored_dtype(self, tensor: Tensor) -> np.dtype:
         return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
-        dtype = self.dtype(tensor)
+        dtype = self.stored_dtype(tensor)
         parts = [self._read_part(self._arrays[path], index, process, dtype) for path, index in tensor.parts]
         here = [part for part in parts if part is not None]
-        return tensor.to_file(here) if here else None
+        with np.errstate(over="ignore"):
+            return tensor.to_file(here).astype(self.dtype(tensor), copy=False) if here else None
 
     @staticmethod
     def _read_part(parameter: Any, index: tuple[int, ...], process: int, dtype: np.dtype) -> np.ndarray | None:
@@ -88,15 +91,14 @@ def inside(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class FolderValues(Values):
-    """Those of a folder, in the dtypes of `shapes`, the shapes of its model. A number too large becomes infinite."""
+    """Those of a folder, in the dtypes of `shapes`, the shapes of its model."""
 
     def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
-        arrays = arrays_by_path(shapes)
-        self._arrays = arrays | inside(arrays)
+        super().__init__(arrays_by_path(shapes))
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
         # What containers have of weights, by the parts of the tensors of numbers and of scales.
         self._stored: dict[Any, tuple[InFewBits, str]] = {}
-        for holding in holdings:
+        for holding in self._holdings.values():
             if isinstance(holding, InFewBits):
                 few = holding.few
                 self._stored |= {each.parts: (holding, each.name) for each in (few.kept_values, few.kept_scale)}
@@ -106,12 +108,6 @@ class FolderValues(Values):
         for parts, holding in itertools.chain(self._holdings.items(), kept):
             for path, index in parts:
                 self._of_layer.setdefault((path, index[:1]), []).append(holding)
-
-    def has(self, tensor: Tensor) -> bool:
-        return all(path in self._arrays for path, _ in tensor.parts)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
-        return np.dtype(self._arrays[tensor.parts[0][0]].dtype)
 
     def stored_dtype(self, tensor: Tensor) -> np.dtype:
         if found := self._stored.get(tensor.parts):
@@ -127,6 +123,6 @@ class FolderValues(Values):
         holding = self._holdings.get(tensor.parts)
         if holding is not None and holding.plain.layout == tensor.layout:
             return holding.read(self.dtype(tensor))
-        parts = ((path, self._arrays[path].shape, index) for path, index in tensor.parts)
+        parts = ((path, self.wanted[path].shape, index) for path, index in tensor.parts)
         dtype = self.dtype(tensor)
         return tensor.to_file([read_part(self._of_layer[part[0], part[2][:1]], *part, dtype) for part in parts])

@@ -1,7 +1,6 @@
 """FP8 weights whose blocks share a scale, as DeepSeek-V3, Kimi K2, Qwen3 and others release them."""
 
-import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,48 +8,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8
 
-from moezoo.nn.few_bits import Encoding, FewBits, block_maxima, e8m0, inverse_e8m0, spread, times_scale
+from moezoo.nn.few_bits import FewBits, block_maxima, e8m0, inverse_e8m0, spread, times_scale
 from moezoo.parallel.roles import Axes
 
 # The largest number of e4m3.
 LARGEST = 448
-_NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class FP8Encoding(Encoding):
-    """A tensor `weight` of e4m3 [outputs, inputs] with a tensor `weight_scale_inv`, which despite its name multiplies.
+class BlockFP8(FewBits):
+    """A weight as e4m3 numbers and one scale per block, or per piece of one: numbers or E8M0 codes (uint8).
 
     weight[o, i] = e4m3[o, i] * scale[o // b, i // b'], in float32 and rounded once, with blocks of b x b'. The last
     block along a dimension may be smaller. Scales are float32, bfloat16 (Qwen3), or E8M0 codes (`scale_fmt: ue8m0`).
     This is `weight_dequant` of DeepSeek-V3's `kernel.py`, and what transformers does where blocks are whole.
-
-    Attributes:
-        size: The size of a block along outputs and inputs, `weight_block_size` of a configuration.
     """
 
-    size: tuple[int, int] = (128, 128)
-
-    PER_ITEM: ClassVar[int] = 1
-    ITEMS: ClassVar[tuple[Any, ...]] = (ml_dtypes.float8_e4m3fn, np.uint8)
-    SCALES: ClassVar[tuple[Any, ...]] = (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e8m0fnu, np.uint8)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """The size of a block along outputs and inputs."""
-        return self.size
-
-    def codes(self, items: np.ndarray) -> np.ndarray:
-        """Return the bytes."""
-        return items.view(np.uint8)
-
-    def numbers(self, codes: np.ndarray) -> np.ndarray:
-        """Return the e4m3 numbers: a sign, four bits of exponent of bias 7, three bits of fraction; 0x7f is NaN."""
-        return _NUMBERS.take(codes, mode="clip")  # the fastest way: without a check of each index
-
-
-class BlockFP8(FewBits):
-    """A weight as e4m3 numbers and one scale per block, or per piece of one: numbers or E8M0 codes (uint8)."""
+    # A sign, four bits of exponent of bias 7, three bits of fraction; 0x7f is NaN.
+    NUMBERS: ClassVar[np.ndarray] = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
     def _numbers(self, codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)

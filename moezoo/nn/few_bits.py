@@ -11,7 +11,6 @@ FP8. Of 7,168 rows on 512 devices each has 14, so pieces are 2 by 128 and the sc
 """
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -30,91 +29,9 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.roles import Axes, Role
 from moezoo.parallel.stored import Frozen
-from moezoo.typed import show
 
 # The code of an E8M0 scale is its exponent plus this; 255 is NaN (OCP Microscaling Formats 1.0, section 5.4.1).
 E8M0_BIAS, E8M0_NAN = 127, 255
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Encoding(abc.ABC):
-    """How a file holds one matrix [outputs, inputs]; its numbers are read by boxes of whole numbers.
-
-    Attributes:
-        name: The name of the tensor, for messages.
-        shape: Outputs and inputs.
-        scale: One scale per block, as the file holds them: [outputs / block, inputs / block], each rounded up.
-
-    Raises:
-        UserError: The scales have a shape or a dtype that the format does not have.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    scale: np.ndarray
-
-    # The numbers in one stored item along the inputs, and the dtypes that files have for the items and for the scales.
-    PER_ITEM: ClassVar[int]
-    ITEMS: ClassVar[tuple[Any, ...]]
-    SCALES: ClassVar[tuple[Any, ...]]
-
-    def __post_init__(self):
-        (rows, columns), sizes = self.shape, self.block
-        if min(sizes) < 1:
-            raise UserError(f"{self.name}: blocks of {show(sizes)} numbers, expected sizes of at least 1")
-        if columns % self.PER_ITEM:
-            raise UserError(
-                f"{self.name} has {columns} inputs, expected a multiple of {self.PER_ITEM}, the numbers in one "
-                f"{np.dtype(self.ITEMS[0]).name}; the folder's format is another one"
-            )
-        expected = (math.ceil(rows / sizes[0]), math.ceil(columns / sizes[1]))
-        if self.scale.shape != expected:
-            raise UserError(
-                f"{self.name} has scales {show(self.scale.shape)}, expected {show(expected)}: one for each block of "
-                f"{sizes[0]} x {sizes[1]} of {rows} x {columns} numbers; give the size of blocks that its folder states"
-            )
-        _check_dtype(f"{self.name}: the scales are", self.scale.dtype, self.SCALES)
-
-    @property
-    @abc.abstractmethod
-    def block(self) -> tuple[int, int]:
-        """The size of a block along outputs and inputs."""
-
-    @abc.abstractmethod
-    def codes(self, items: np.ndarray) -> np.ndarray:
-        """Return the bits of each number as uint8 [rows, columns], from stored items [rows, columns / PER_ITEM]."""
-
-    @abc.abstractmethod
-    def numbers(self, codes: np.ndarray) -> np.ndarray:
-        """Return what the codes stand for without scales, in float32."""
-
-    def widen(self, items: np.ndarray, rows: np.ndarray, columns: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-        """Return numbers of the matrix: each times the scale of its block, in float32, rounded once to `dtype`.
-
-        Args:
-            items: What the file holds of these rows and columns, [rows, columns / PER_ITEM].
-            rows: The outputs of the matrix that are wanted.
-            columns: The inputs that are wanted: all those of the items.
-            dtype: The dtype of the result, such as float32 or bfloat16.
-
-        Raises:
-            UserError: `items` has another shape or dtype.
-        """
-        self.check_items(items, (len(rows), len(columns) // self.PER_ITEM))
-        numbers = self.numbers(self.codes(items))
-        of_rows, of_columns = rows // self.block[0], columns // self.block[1]
-        with np.errstate(over="ignore", invalid="ignore"):
-            numbers *= as_float32(self.scale[of_rows])[:, of_columns]
-            return numbers.astype(dtype, copy=False)
-
-    def check_items(self, items: np.ndarray, expected: tuple[int, int]) -> None:
-        """Raise `UserError` unless stored items have the `expected` shape and a dtype of the format."""
-        if items.shape != expected:
-            raise UserError(
-                f"{self.name}: the stored numbers have shape {show(items.shape)}, expected {show(expected)} for this "
-                f"part of {self.shape[0]} x {self.shape[1]} numbers; the file and its scales do not belong together"
-            )
-        _check_dtype(f"{self.name}: the stored numbers are", items.dtype, self.ITEMS)
 
 
 class FewBits(Frozen):
@@ -136,12 +53,35 @@ class FewBits(Frozen):
     block: tuple[int, int] = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
 
-    # The numbers in a byte.
+    # The numbers in a byte, and what each code stands for without a scale.
     PER_BYTE: ClassVar[int] = 1
+    NUMBERS: ClassVar[np.ndarray]
 
     @abc.abstractmethod
     def _numbers(self, codes: UInt8[Array, "..."]) -> Float32[Array, "..."]:
-        """Return what codes stand for without scales."""
+        """Return what codes stand for without scales, as `NUMBERS` has it, by instructions that devices are fast at."""
+
+    @classmethod
+    def widen(cls, items: np.ndarray, scale: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Return numbers of a file on the host: each times the scale of its block, in float32.
+
+        Subnormal results are exact, which compiled programs may take for zero.
+
+        Args:
+            items: Bytes of rows, [..., rows, columns / PER_BYTE]; of two 4-bit neighbours the first is in the low bits.
+            scale: The scales of blocks of the same rows, [..., rows, blocks].
+            blocks: The block of each column.
+
+        Returns:
+            float32 [..., rows, columns].
+        """
+        codes = items
+        if cls.PER_BYTE == 2:
+            codes = np.stack([items & 15, items >> 4], axis=-1).reshape(*items.shape[:-1], -1)
+        numbers = cls.NUMBERS.take(codes, mode="clip")  # the fastest way: without a check of each index
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers *= as_float32(scale)[..., blocks]
+        return numbers
 
     def axes(self, declared: Axes) -> Mapping[str, Axes]:
         """Return the declared axes for both arrays."""
@@ -288,11 +228,6 @@ def pack(codes: Any, dim: int, name: str) -> Any:
     return low | (high << 4)
 
 
-def unpack(items: np.ndarray) -> np.ndarray:
-    """Return the 4-bit numbers [rows, 2 x bytes] of bytes [rows, bytes], those in the low bits first."""
-    return np.stack([items & 15, items >> 4], axis=-1).reshape(items.shape[0], -1)
-
-
 def cut_pieces(model: Any, execution: Execution) -> Any:
     """Return `model` with smaller pieces in its `FewBits` where the layout of `execution` would cut a piece.
 
@@ -340,9 +275,3 @@ def with_pieces_of(model: Any, other: Any, spread_over: Callable[[Any], Any] = l
         return eqx.tree_at(lambda container: container.scale, x, scale)
 
     return jax.tree.map(cut, model, other, is_leaf=lambda x: x is None or isinstance(x, FewBits))
-
-
-def _check_dtype(what: str, found: np.dtype, expected: Sequence[Any]) -> None:
-    if found not in (allowed := [np.dtype(kind) for kind in expected]):
-        names = " or ".join(kind.name for kind in allowed)
-        raise UserError(f"{what} {found}, expected {names}; its format is another one")

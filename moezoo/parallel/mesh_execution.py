@@ -210,8 +210,13 @@ class MeshExecution(Execution):
         return jax.tree.map(lambda placement: placement.spec, self.placements(module))
 
     def shardings(self, module: PyTree) -> PyTree:
-        """Return `specs` as `NamedSharding`s on this execution's mesh. Raises as `placements` does."""
-        assert self.mesh is not None
+        """Return `specs` as `NamedSharding`s on this execution's mesh; without one, the first device of this process.
+
+        Raises as `placements` does.
+        """
+        if self.mesh is None:
+            here = SingleDeviceSharding(jax.local_devices()[0])
+            return jax.tree.map(lambda _: here, module)
         return jax.tree.map(functools.partial(NamedSharding, self.mesh), self.specs(module))
 
     def run(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:

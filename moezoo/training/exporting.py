@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,20 +28,18 @@ from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.adapters import read_adapter
 from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, training_of, write_card
-from moezoo.hub.carry import Carried, Copying
 from moezoo.hub.few_bits import format_argument
-from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config, with_ends
+from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config
 from moezoo.hub.formats.base import CONFIG
-from moezoo.hub.leaving import Leaving, leaving, rounding_warnings
 from moezoo.hub.merging import MergedValues
+from moezoo.hub.model_folder import ModelFolder
 from moezoo.hub.opening import describe_download, find_model, open_folder
+from moezoo.hub.plan import Plan
 from moezoo.hub.public_names import last_name, name_of_model, without_paths
-from moezoo.hub.rounding import RoundedValues
-from moezoo.hub.saving import carried_warnings, lost_warnings, plan_folder, plan_like, rounded_warnings
-from moezoo.hub.tensors import arrays_by_path, count, list_names, tensors
+from moezoo.hub.saving import lost_warnings, plan_model
+from moezoo.hub.tensors import count, list_names
 from moezoo.hub.values import FolderValues, Values
 from moezoo.hub.weight_files import DTYPES, WeightFiles, common_dtype
-from moezoo.hub.writing import Plan, write_folder
 from moezoo.models import family_of, name_of
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.base import LanguageModel
@@ -91,24 +89,20 @@ class _Dtypes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Export:
-    """A folder that is ready to be written.
-
-    `like` is the folder that it is a copy of, with the way to write it; None for a folder of the model alone.
-    """
+    """A folder that is ready to be written to `target`. `like` is the folder that it is a copy of; None for none."""
 
     origin: _Origin
     target: Path
-    plan: Plan
-    like: tuple[Path, Copying] | None
+    folder: ModelFolder
+    like: Path | None
 
     def describe(self) -> list[str]:
         """Return lines about what is read and what is written."""
         saved, wanted = (dtype.name for dtype in self._common_dtypes)
-        leaves, has = self._leaves, self.origin.values.has
-        rounded = [few for few in leaves.few.values() if not has(few.kept_scale)]
+        leaves, rounded = self.folder.leaves, self.folder.leaves.rounded
         kept = len(leaves.few) - len(rounded)
         few_bits = f" and {leaves.format.NAME}" if leaves.format is not None else ""
-        config, sizes, weights = self.origin.wanted.config, self.plan.sizes, self.plan.weights
+        config, sizes, weights = self.origin.wanted.config, self.folder.plan.sizes, self.folder.plan.weights
         total, _ = count_parameters(self.origin.wanted, config.experts_per_token)
         others = len(sizes) - len(weights)
         lines = [
@@ -142,27 +136,28 @@ class Export:
                 lines.append(("texts", f"end with token {' or '.join(map(str, self.origin.text_ends))}"))
             elif tokenizer is not None:
                 lines.append(("texts", "no token is known to end them"))
-        else:
+        if self.folder.like is not None:
             lines += [("config.json", change) for change in self._changes]
-            for use, names in self.like[1].carried.tensors.items():
-                lines.append(("copied", f"{count(names)} as in {self.like[0]}, for {use}: {list_names(names)}"))
+            for use, names in self.folder.like.carried.tensors.items():
+                lines.append(("copied", f"{count(names)} as in {self.like}, for {use}: {list_names(names)}"))
         lines.append((README, self._describe_card()))
         return [f"{title:<{_TITLE_WIDTH}}{text}" for title, text in lines]
 
     def _describe_card(self) -> str:
         """Return whose model card the folder gets."""
-        if own := self.plan.copies.get(README):
+        if isinstance(own := self.folder.plan.others.get(README), Path):
             return f"that of {own.parent}"
-        if self.like is None or not (self.like[0] / README).exists():
+        if self.like is None or not (self.like / README).exists():
             return "a model card"
-        return f"a model card; that of {self.like[0]} is of other weights, and is not copied"
+        return f"a model card; that of {self.like} is of other weights, and is not copied"
 
     @property
     def _changes(self) -> list[str]:
         """The keys of config.json that differ from those of `like`, without those of few bits."""
         assert self.like is not None
-        files = self.like[0] / "config.json", self.plan.texts["config.json"]
-        before, after = (flatten(json.loads(text)) for text in (files[0].read_bytes(), files[1]))
+        written = self.folder.plan.others["config.json"]
+        assert isinstance(written, bytes)
+        before, after = (flatten(json.loads(text)) for text in ((self.like / "config.json").read_bytes(), written))
         return [
             f"{key}={show(after.get(key))} ({show(before.get(key))} there)"
             for key in before | after
@@ -170,17 +165,10 @@ class Export:
         ]
 
     @functools.cached_property
-    def _leaves(self) -> Leaving:
-        """The weights that are written in few bits."""
-        wanted = self.origin.wanted
-        own = tensors(wanted, family_of(wanted.config).hub)
-        return leaving(own, arrays_by_path(wanted), self.origin.values.rounds_to)
-
-    @functools.cached_property
     def _sizes(self) -> list[tuple[_Dtypes, int]]:
         """The dtypes of each tensor that is written in numbers, and how many it has."""
-        wanted, values, few = self.origin.wanted, self.origin.values, self._leaves.few
-        own = (tensor for tensor in tensors(wanted, family_of(wanted.config).hub) if tensor.name not in few)
+        values, few = self.origin.values, self.folder.leaves.few
+        own = (tensor for tensor in self.folder.leaves.own if tensor.name not in few)
         return [(_Dtypes(values.stored_dtype(t), values.dtype(t)), math.prod(t.shape)) for t in own]
 
     @property
@@ -196,24 +184,12 @@ class Export:
             if not np.isfinite(value).all():
                 odd.append(name)
 
-        carried = Carried()
-        if self.like is None:
-            write_folder(self.target, self.plan, self.origin.values, look)
-        else:
-            carried = self.like[1].write(self.target, self.origin.values, look)
-        return list(self._warnings(carried, odd))
-
-    def _warnings(self, carried: Carried, odd: list[str]) -> Iterator[str]:
-        has = self.origin.values.has
-        yield from rounding_warnings([few for few in self._leaves.few.values() if not has(few.kept_scale)])
-        if odd:
-            yield f"tensors with NaN or infinities: {list_names(odd)}"
-        if self.like is not None:
-            yield from carried_warnings(carried, self.like[0])
-            if np.can_cast(*self._common_dtypes):  # else the user has asked for it
-                yield from rounded_warnings(self.like[1], carried, self.like[0])
-        else:
-            yield from lost_warnings(self.origin.wanted.config)
+        carried = self.folder.write(self.target, look)
+        if not np.can_cast(*self._common_dtypes):  # the user has asked for less precision
+            carried = dataclasses.replace(carried, rounded=())
+        notes = [f"tensors with NaN or infinities: {list_names(odd)}"] if odd else []
+        notes += self.folder.notes(carried)
+        return notes if self.like is not None else [*notes, *lost_warnings(self.origin.wanted.config)]
 
 
 def plan_export(
@@ -262,20 +238,13 @@ def plan_export(
     if is_run and adapter is not None:
         raise UserError(f"adapter={show(adapter)}: {show(source)} is a run; name the folder that it began with instead")
     origin = _open_run(path, dtype, init_from) if is_run else _open_folder(path, dtype, adapter)
-    if (rounds_to := format_argument(format)) is not None:
-        origin = origin._replace(values=RoundedValues(origin.values, rounds_to))
-    base = None if is_run else path
+    base, rounds_to = None if is_run else path, format_argument(format)
     if like is not None:
         base = folder_path(like, "like")
-    if base is None:
-        plan, copying = plan_folder(origin.wanted, origin.values, max_shard_size, origin.text_ends), None
-        plan = _with_tokenizer(plan, origin)
-    else:
-        copying = plan_like(origin.wanted, new, base, origin.values, max_shard_size)
-        plan = with_ends(copying.plan, base, origin.text_ends)
-    plan = without_paths(plan)
+    folder = plan_model(origin.wanted, new, base, origin.values, max_shard_size, rounds_to, origin.text_ends)
+    plan = without_paths(_with_tokenizer(folder.plan, origin) if base is None else folder.plan)
     # A copy keeps the card of its folder, which describes the same weights.
-    if README not in plan.copies or base != path or adapter is not None or rounds_to is not None:
+    if README not in plan.others or base != path or adapter is not None or rounds_to is not None:
         config = origin.wanted.config
         total, active = count_parameters(origin.wanted, config.experts_per_token)
         sizes = f"{total:,} parameters, of which {active:,} are active per token"
@@ -286,9 +255,9 @@ def plan_export(
             facts = facts._replace(what=rounded, relation=facts.relation or "quantized")
         if base is not None and not facts.license:
             facts = facts._replace(license=license_of(read_card(base)))
-        facts = facts._replace(prompt=prompt_of({**plan.copies, **plan.texts}, facts.prompt))
-        plan = plan.with_texts({README: write_card(facts).encode()})
-    return Export(origin, new, plan, None if base is None or copying is None else (base, copying._replace(plan=plan)))
+        facts = facts._replace(prompt=prompt_of(plan.others, facts.prompt))
+        plan = plan.with_files({README: write_card(facts).encode()})
+    return Export(origin, new, folder._replace(plan=plan), base)
 
 
 def _with_tokenizer(plan: Plan, origin: _Origin) -> Plan:
@@ -303,7 +272,7 @@ def _with_tokenizer(plan: Plan, origin: _Origin) -> Plan:
         template = None
     own = beside[TOKENIZER_CONFIG] if beside[TOKENIZER_CONFIG].is_file() else None
     copies = {"tokenizer.json": origin.tokenizer, **{k: path for k, path in copies.items() if path.is_file()}}
-    return plan._replace(copies=copies).with_texts({TOKENIZER_CONFIG: tokenizer_config(own, template)})
+    return plan.with_files({**copies, TOKENIZER_CONFIG: tokenizer_config(own, template)})
 
 
 def _open_run(path: Path, dtype: str | None, init_from: str | None) -> _Origin:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError
 from moezoo.hub.tensors import Tensor, arrays_by_path
-from moezoo.hub.values import ModelValues, inside
+from moezoo.hub.values import ModelValues
 from moezoo.models.base import LanguageModel
 from moezoo.training.checkpoint import FROZEN, array_name, check_arrays, check_kept, saved_arrays
 
@@ -77,7 +77,7 @@ class SavedArray:
 
 
 class SavedValues(ModelValues):
-    """The numbers of a checkpoint's model, in other dtypes if wanted. A number too large becomes infinite.
+    """The numbers of a checkpoint's model, in other dtypes if wanted.
 
     The arrays of one tensor are in memory, and of these only the chunks that have it. Tensors of the same chunks have
     keys next to each other, so each chunk is read once.
@@ -100,18 +100,8 @@ class SavedValues(ModelValues):
             return SavedArray(model if name in about["arrays"]["model"] else frozen, name, np.dtype(x.dtype))
 
         arrays = eqx.combine(jax.tree_util.tree_map_with_path(array, eqx.filter(saved, here)), elsewhere)
-        shapes = arrays_by_path(wanted)
-        self._wanted, self._open = shapes | inside(shapes), list[SavedArray]()
-        super().__init__(arrays_by_path(arrays))
-
-    def has(self, tensor: Tensor) -> bool:
-        return all(path in self._wanted for path, _ in tensor.parts)
-
-    def dtype(self, tensor: Tensor) -> np.dtype:
-        return np.dtype(self._wanted[tensor.parts[0][0]].dtype)
-
-    def stored_dtype(self, tensor: Tensor) -> np.dtype:
-        return super().dtype(tensor)
+        self._open = list[SavedArray]()
+        super().__init__(arrays_by_path(arrays), arrays_by_path(wanted))
 
     def read(self, tensor: Tensor, process: int) -> np.ndarray | None:
         needed = [array for path, _ in tensor.parts for array in self._saved(path)]
@@ -119,9 +109,7 @@ class SavedValues(ModelValues):
             if array not in needed:
                 array.forget()
         self._open = needed
-        found = super().read(tensor, process)
-        with np.errstate(over="ignore"):
-            return None if found is None else found.astype(self.dtype(tensor), copy=False)
+        return super().read(tensor, process)
 
     def key(self, tensor: Tensor) -> tuple[Any, ...]:
         path, index = tensor.parts[0]

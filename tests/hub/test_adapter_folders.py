@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from tiny_models import CONFIGS, mixtral
 
 import moezoo
+from moezoo.hub import unfinished, writing
 from moezoo.hub.adapters import load_adapter, read_adapter, save_adapter
 from moezoo.hub.peft import KNOWN
 from moezoo.models.blueprint import Blueprint
@@ -565,6 +566,8 @@ def test_what_is_not_saved(adapter, tmp_path):
         save_adapter(model, tmp_path / "file")
     with refused(f"{tmp_path}/file/below"):
         save_adapter(model, tmp_path / "file" / "below")
+    (tmp_path / "b").mkdir()
+    shutil.copy(adapter / "README.md", tmp_path / "b")  # a card alone is no adapter
     save_adapter(with_pairs(model_of(SMALL), "attention"), tmp_path / "b")
     save_adapter(model, tmp_path / "b", existing="replace")
     assert_same(load_adapter(model, tmp_path / "b"), model)
@@ -573,6 +576,27 @@ def test_what_is_not_saved(adapter, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
+
+def test_what_cannot_be_written_leaves_the_adapter_that_is_there(tmp_path, monkeypatch):
+    """On a full disk, of which the size is known before or which fails while writing."""
+    folder, other = saved(with_pairs(model_of(SMALL)), tmp_path / "a"), with_pairs(model_of(SMALL), seed=2)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for where, name, put, line in (
+        (unfinished.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5}), "the disk has 5 bytes free"),
+        (writing._Output, "write", fail, "(No space left on device)"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, put)
+            with refused(f"{folder}: cannot be written", line):
+                save_adapter(other, folder, existing="replace")
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    save_adapter(other, folder, existing="replace")
+    assert_same(load_adapter(model_of(SMALL), folder), other)
 
 
 # What PEFT does not read (as `test_peft.py` sees): model, targets -> parts of the warning; none for all that it reads.

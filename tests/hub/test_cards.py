@@ -15,8 +15,9 @@ import moezoo
 from moezoo.config.compose import as_mapping
 from moezoo.hub.adapters import save_adapter
 from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, write_card
+from moezoo.hub.plan import Plan
 from moezoo.hub.public_names import Named, last_name, name_of_model, without_paths
-from moezoo.hub.writing import Plan
+from moezoo.hub.values import ModelValues
 from moezoo.training.exporting import plan_export
 from moezoo.training.facts import run_facts
 
@@ -327,6 +328,13 @@ def test_configurations_name_no_place():
         "vocab_file": "a/b",
         "name_or_path": "org/a",
     }
-    plan = without_paths(Plan((), {}, {"tokenizer_config.json": json.dumps(stated).encode(), "config.json": b"{}"}))
-    found = json.loads(plan.texts["tokenizer_config.json"])
-    assert found == {"cache_dir": "cache", "tokenizer_path": "t", "vocab_file": "b", "name_or_path": "org/a"}
+    texts = {"tokenizer_config.json": json.dumps(stated).encode(), "config.json": b"{}"}
+    plan = without_paths(Plan((), texts, ModelValues({})))
+    found = plan.others["tokenizer_config.json"]
+    assert isinstance(found, bytes)
+    assert json.loads(found) == {
+        "cache_dir": "cache",
+        "tokenizer_path": "t",
+        "vocab_file": "b",
+        "name_or_path": "org/a",
+    }

@@ -10,7 +10,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from few_bit_folders import BF16, CASES, WIDENED, tensors_of, write_few_bits
@@ -213,8 +212,8 @@ def test_an_output_has_a_scale(scales, dtype, row):
     """The numbers of compressed-tensors 0.10.2 and 0.20.1, written down: 1.875 and -1.125 times 1.005859375."""
     scale = np.array([[1.005859375], [2 * 1.005859375]]).astype(scales)
     codes = np.array([[0x3F, 0xB9], [0x3F, 0xB9]], np.uint8)
-    encoding = FP8Channels().encoding("x", (2, 2), scale)
-    found = encoding.widen(codes.view(ml_dtypes.float8_e4m3fn), np.arange(2), np.arange(2), dtype)
+    of_rows, of_columns = (np.arange(2) // size for size in FP8Channels().block_of((2, 2)))
+    found = BlockFP8.widen(codes, scale[of_rows], of_columns).astype(dtype)
     np.testing.assert_array_equal(found, np.array([row, np.multiply(row, 2)], dtype))
     container = BlockFP8(values=codes.T, scale=scale.T, outputs=1, block=(1, 2), dtype=np.dtype(dtype))
     np.testing.assert_array_equal(bits(container.materialise(dtype)), bits(found.T))

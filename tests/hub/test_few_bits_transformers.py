@@ -12,7 +12,7 @@ from few_bit_folders import WHOLE, Written, tensors_of
 from peer_results import torch, transformers
 
 import moezoo
-from moezoo.nn.mxfp4 import MXFP4Encoding
+from moezoo.nn.mxfp4 import MXFP4
 from moezoo.tools.parity import compare as parity
 from moezoo.tools.parity.peer import class_of
 
@@ -86,6 +86,5 @@ def test_all_codes_of_mxfp4():
     scales = np.arange(1, 255, dtype=np.uint8)[:, None]
     with torch.no_grad():
         wanted = convert_moe_packed_tensors(torch.tensor(codes)[None], torch.tensor(scales)[None])[0].float().numpy().T
-    encoding = MXFP4Encoding("w", (254, 32), scales)
-    found = encoding.widen(codes[:, 0], np.arange(254), np.arange(32), ml_dtypes.bfloat16).astype(np.float32)
+    found = MXFP4.widen(codes[:, 0], scales, np.zeros(32, int)).astype(ml_dtypes.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(found.view(np.uint32), np.ascontiguousarray(wanted).view(np.uint32))

@@ -24,7 +24,7 @@ def test_numbers_are_those_of_compressed_tensors():
     items = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
     form = NVFP4Packed()
     scale = form.scales(np.array([[0x35]], np.uint8), np.array([3.7], np.float32))
-    found = form.encoding("X", (1, 16), scale).widen(items, np.arange(1), np.arange(16), BF16)
+    found = form.CONTAINER.widen(items, scale, np.zeros(16, int)).astype(BF16)
     half = [0x0000, 0x3DE1, 0x3E61, 0x3EA9, 0x3EE1, 0x3F29, 0x3F61, 0x3FA9]
     assert found.view(np.uint16).tolist() == [half + [0x8000 | code for code in half]]
 
@@ -36,7 +36,7 @@ def test_numbers_are_those_of_modelopt():
     stored, factor = rng.integers(0, 0x7F, (3, 3), np.uint8), np.float32(rng.uniform(1e-5, 1e-3))
     scale = form.scales(stored, np.asarray(factor))
     items = codes[:, ::2] | codes[:, 1::2] << 4
-    found = form.encoding("X", (3, 48), scale).widen(items, np.arange(3), np.arange(48), np.float32)
+    found = form.CONTAINER.widen(items, scale, np.arange(48) // 16)
     for o in range(3):
         for i in range(48):
             both = np.float32(float(stored[o, i // 16].view(E4M3)) * float(factor))  # exact in float64, rounded once

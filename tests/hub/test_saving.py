@@ -21,11 +21,12 @@ import pytest
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS
-from two_saves import SAVED, contained, lay_out, model
+from two_saves import SAVED, adapted, contained, lay_out, model
 
 import moezoo
 import moezoo.interrupts as interrupts
-from moezoo.hub import saving, unfinished, writing
+from moezoo.hub import model_folder, saving, unfinished, writing
+from moezoo.hub.adapters import save_adapter
 from moezoo.models.blueprint import Blueprint
 
 TWO_SAVES = Path(__file__).with_name("two_saves.py")
@@ -115,6 +116,11 @@ def test_containers_of_two_processes_stand_for_arrays(two, tmp_path):
     assert read_files(two[0] / "contained") == read_files(tmp_path / "one")
 
 
+def test_an_adapter_of_two_processes(two, tmp_path):
+    save_adapter(adapted(model("mixtral")), tmp_path / "adapter")
+    assert read_files(two[0] / "adapter") == read_files(tmp_path / "adapter")
+
+
 @pytest.mark.filterwarnings("ignore:.*transformers 5.23 and 5.24 do not read FP8 weights that")
 def test_weights_of_few_bits_of_two_processes(two, tmp_path):
     """Rounded by both, kept by both, and written again."""
@@ -124,7 +130,7 @@ def test_weights_of_few_bits_of_two_processes(two, tmp_path):
 
 def test_processes_fail_together(two):
     folder, printed = two
-    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained", "rounded", "kept"}
+    assert {path.name for path in folder.iterdir()} == {*SAVED, "like", "contained", "adapter", "rounded", "kept"}
     full = f"{folder}/full: cannot be written (No space left on device); name another folder"
     assert [found["full"] for found in printed] == [f"process 1: {full}", full]
     for found in printed:
@@ -153,7 +159,7 @@ def test_two_processes_load_what_each_holds(two):
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIGS["mixtral"], embed=64, expert_mlp=128)
     numbers = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), Blueprint(config).shapes)
-    placed, peaks, write = lay_out(numbers, moezoo.MeshShape(expert=8)), [], saving.write_folder
+    placed, peaks, write = lay_out(numbers, moezoo.MeshShape(expert=8)), [], model_folder.write_folder
 
     def measured(*arguments: Any) -> None:
         tracemalloc.start()
@@ -161,7 +167,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
 
-    monkeypatch.setattr(saving, "write_folder", measured)
+    monkeypatch.setattr(model_folder, "write_folder", measured)
     for name in ("first", "second"):  # what is computed once stays in memory
         moezoo.save_pretrained(placed, tmp_path / name)
     largest = max(x.nbytes for x in load_file(tmp_path / "second" / "model.safetensors").values())

@@ -116,7 +116,7 @@ def test_few_bits_are_widened_or_kept(tmp_path):
 
 def test_older_folders_of_llama_hold_frequencies(dense, tmp_path):
     folder = dense("llama")
-    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.float32([1, 50**-0.5])}
+    more = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.array([1, 50**-0.5], np.float32)}
     write_folder(tmp_path / "m", folder.tensors | more, folder.keys)
     with pytest.warns(UserWarning, match="1 tensor is not loaded, for rotary frequencies: model.layers.0"):
         moezoo.from_pretrained(tmp_path / "m", upcycle=THREE)

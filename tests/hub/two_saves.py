@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from adapter_cases import with_pairs
 from tiny_models import CONFIGS
 
 import moezoo
 from moezoo.hub import writing
+from moezoo.hub.adapters import save_adapter
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import store
 from moezoo.parallel import distributed
@@ -59,6 +61,11 @@ def lay_out(numbers: Any, mesh: moezoo.MeshShape, rules: str = "fsdp_ep") -> Any
 def contained(numbers: Any) -> Any:
     """Return the model with its experts in containers, as NumPy arrays."""
     return jax.tree.map(np.asarray, store(jax.tree.map(jax.numpy.asarray, numbers), lambda path: ".experts." in path))
+
+
+def adapted(numbers: Any) -> Any:
+    """Return the model with low-rank pairs, as NumPy arrays."""
+    return jax.tree.map(np.asarray, with_pairs(jax.tree.map(jax.numpy.asarray, numbers)))
 
 
 def load(folder: Path, saved: Any) -> list[int]:
@@ -108,6 +115,7 @@ def main(port: str, process: int, folder: Path) -> None:
     for name, (_, _, most) in SAVED.items():
         moezoo.save_pretrained(placed[name], folder / name, max_shard_size=most)
     moezoo.save_pretrained(lay_out(contained(model("tied")), mesh), folder / "contained")
+    save_adapter(lay_out(adapted(model("mixtral")), mesh), folder / "adapter")
     moezoo.save_pretrained(placed["deepseek"], folder / "rounded", max_shard_size=3000, format="fp8")
     execution = moezoo.Execution(moezoo.make_mesh(mesh), moezoo.compose().rules)
     kept = moezoo.from_pretrained(folder / "rounded", execution, "stored")

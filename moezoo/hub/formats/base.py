@@ -17,7 +17,7 @@ from moezoo.errors import UserError
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import Tensor
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.few_bits import Encoding, FewBits
+from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role
 
 CONFIG = "quantization_config"
@@ -86,18 +86,19 @@ class Format(abc.ABC):
     def write(self, modules: list[str]) -> dict[str, Any]:
         """Return the table `quantization_config`, beside `modules` in numbers."""
 
-    @classmethod
+    @property
     @abc.abstractmethod
+    def sizes(self) -> tuple[int | None, int | None]:
+        """The size of a block along outputs and inputs; None for all of them."""
+
+    @classmethod
     def stating(cls, block: tuple[int, int], matrix: tuple[int, int]) -> "tuple[Format, ...]":
         """Return the ways to state a matrix [outputs, inputs] in blocks of this size, the most usual first."""
+        return (cls(),) if cls().block_of(matrix) == block else ()
 
-    @abc.abstractmethod
     def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
         """Return the size of a block along outputs and inputs, of a matrix [outputs, inputs]."""
-
-    @abc.abstractmethod
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> Encoding:
-        """Return how a file has one matrix [outputs, inputs] with these scales."""
+        return self.sizes[0] or matrix[0], self.sizes[1] or matrix[1]
 
     @property
     def has_blocks(self) -> bool:
@@ -201,10 +202,6 @@ class FewBitTensor:
         """The shape of the tensor with the numbers."""
         *lead, columns = self.tensor.shape
         return (*lead, *self.format.row(columns // self.format.PER_ITEM))
-
-    def encoding(self, scale: np.ndarray) -> Encoding:
-        """Return the encoding of one matrix, given its scales."""
-        return self.format.encoding(self.values, self.matrix, scale)
 
     @property
     def kept_values(self) -> "ValuesTensor":

@@ -16,7 +16,7 @@ from moezoo.errors import UserError
 from moezoo.hub.formats.base import CONFIG, FewBitTensor, Format
 from moezoo.hub.tensors import list_names
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.block_fp8 import BlockFP8, FP8Encoding
+from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.typed import show
 
 
@@ -59,11 +59,9 @@ class FP8Blocks(Format):
     def stating(cls, block: tuple[int, int], matrix: tuple[int, int]) -> tuple[Format, ...]:
         return cls(block), *((cls(None),) if block == matrix else ())
 
-    def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        return self.block or matrix
-
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> FP8Encoding:
-        return FP8Encoding(name, matrix, scale, self.block_of(matrix))
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        return self.block or (None, None)
 
     @property
     def has_blocks(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from moezoo.hub.formats.base import Format, refuse
 from moezoo.hub.formats.compressed_tensors import read_weights, write_table
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.block_fp8 import BlockFP8, FP8Encoding
+from moezoo.nn.block_fp8 import BlockFP8
 
 _KIND = "float-quantized"
 _WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -54,12 +54,6 @@ class FP8Channels(Format):
     def write(self, modules: list[str]) -> dict[str, Any]:
         return write_table(_KIND, _WEIGHTS, modules)
 
-    @classmethod
-    def stating(cls, block: tuple[int, int], matrix: tuple[int, int]) -> tuple[Format, ...]:
-        return (cls(),) if block == (1, matrix[1]) else ()
-
-    def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        return 1, matrix[1]
-
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> FP8Encoding:
-        return FP8Encoding(name, matrix, scale, self.block_of(matrix))
+    @property
+    def sizes(self) -> tuple[int, None]:
+        return 1, None

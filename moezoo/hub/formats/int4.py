@@ -17,7 +17,7 @@ import numpy as np
 from moezoo.hub.formats.base import Format, refuse
 from moezoo.hub.formats.compressed_tensors import read_weights, write_table
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.int4 import GROUP, Int4Encoding, PackedInt4
+from moezoo.nn.int4 import GROUP, PackedInt4
 
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
@@ -57,9 +57,6 @@ class Int4Groups(Format):
         del matrix
         return (cls(block[1]),) if block[0] == 1 else ()
 
-    def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        del matrix
+    @property
+    def sizes(self) -> tuple[int, int]:
         return 1, self.group
-
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> Int4Encoding:
-        return Int4Encoding(name, matrix, scale, self.group)

@@ -14,7 +14,7 @@ import numpy as np
 
 from moezoo.hub.formats.base import Format
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.mxfp4 import GROUP, MXFP4, MXFP4Encoding
+from moezoo.nn.mxfp4 import GROUP, MXFP4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +43,9 @@ class MXFP4Groups(Format):
     def write(self, modules: list[str]) -> dict[str, Any]:
         return {"quant_method": "mxfp4", "modules_to_not_convert": modules}
 
-    @classmethod
-    def stating(cls, block: tuple[int, int], matrix: tuple[int, int]) -> tuple[Format, ...]:
-        del matrix
-        return (cls(),) if block == (1, GROUP) else ()
-
-    def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        del matrix
+    @property
+    def sizes(self) -> tuple[int, int]:
         return 1, GROUP
 
     def row(self, items: int) -> tuple[int, ...]:
         return items // 16, 16
-
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> MXFP4Encoding:
-        return MXFP4Encoding(name, matrix, scale)

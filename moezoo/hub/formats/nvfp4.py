@@ -11,7 +11,7 @@ Such weights are widened. No container has two scales, so they are not kept, and
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,31 +21,19 @@ from moezoo.hub.formats.base import ADVICE, FewBitTensor, Format
 from moezoo.hub.formats.compressed_tensors import read_weights
 from moezoo.hub.tensors import Tensor
 from moezoo.models.config_json import ConfigJson
-from moezoo.nn.mxfp4 import MXFP4, MXFP4Encoding
+from moezoo.nn.mxfp4 import MXFP4
 
 _GROUP = 16
 _WEIGHTS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": _GROUP}
 
 
-class NVFP4Encoding(MXFP4Encoding):
-    """The numbers of MXFP4, with a float32 scale per 16 inputs: that of the block and that of the matrix in one.
-
-        weight[o, i] = e2m1[o, i] * scale[o, i // 16]
-
-    Both products are rounded to float32, in the order in which compressed-tensors and ModelOpt compute them.
-    """
-
-    SCALES: ClassVar[tuple[Any, ...]] = (np.float32,)
-
-    @property
-    def block(self) -> tuple[int, int]:
-        """One output and 16 inputs."""
-        return 1, _GROUP
-
-
 @dataclasses.dataclass(frozen=True)
 class NVFP4Packed(Format):
-    """NVFP4 of compressed-tensors."""
+    """NVFP4 of compressed-tensors.
+
+    weight[o, i] = e2m1[o, i] * scale[o, i // 16], where the scale is that of the block and that of the matrix in one.
+    Both products are rounded to float32, in the order in which compressed-tensors and ModelOpt compute them.
+    """
 
     NAME = "nvfp4"
     CONTAINER = MXFP4
@@ -66,13 +54,8 @@ class NVFP4Packed(Format):
     def write(self, modules: list[str]) -> dict[str, Any]:
         raise NotImplementedError(f"{self.NAME} is not written")
 
-    @classmethod
-    def stating(cls, block: tuple[int, int], matrix: tuple[int, int]) -> tuple[Format, ...]:
-        del block, matrix
-        return ()
-
-    def block_of(self, matrix: tuple[int, int]) -> tuple[int, int]:
-        del matrix
+    @property
+    def sizes(self) -> tuple[int, int]:
         return 1, _GROUP
 
     def tensor(self, tensor: Tensor, scale: str | None = None, others: Any = ()) -> FewBitTensor:
@@ -82,9 +65,6 @@ class NVFP4Packed(Format):
 
     def scales(self, stored: np.ndarray, factor: np.ndarray) -> np.ndarray:
         return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32) / factor
-
-    def encoding(self, name: str, matrix: tuple[int, int], scale: np.ndarray) -> NVFP4Encoding:
-        return NVFP4Encoding(name, matrix, scale)
 
 
 @dataclasses.dataclass(frozen=True)
