@@ -138,8 +138,8 @@ class Lora(Adapter):
             found |= here
         if self.dropout and not any(drops(table[path]) for path in found):
             raise UserError(
-                f"adapter.dropout={self.dropout:g} is for pairs of attention and of plain MLPs, and adapter.targets="
-                f"{show(list(self.targets))} has those of experts alone; set adapter.dropout=0"
+                f"adapter.dropout={self.dropout:g} is for all pairs but those of experts, and adapter.targets="
+                f"{show(list(self.targets))} has no others; set adapter.dropout=0"
             )
         return {path: table[path] for path in table if path in found}
 

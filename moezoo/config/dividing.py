@@ -45,6 +45,8 @@ def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> set[Limit]:
     for axes, array in zip(jax.tree.leaves(axes_of(shapes)), jax.tree.leaves(shapes), strict=True):
         stored = cfg.rules.placement(axes, everywhere).stored
         for logical, size, over in zip(axes.names, array.shape, stored, strict=True):
+            if not over:
+                continue
             shares = logical == "kv_heads" and bool(cfg.rules.kept(logical, everywhere))
             limits.add(Limit(over, size, f"{LOGICAL_AXES[logical]}={size}", shares))
     if batches == "configured":

@@ -139,7 +139,8 @@ class Loop:
         Raises:
             Stopped: After the step during which a signal came, without the rest of its evaluation; its state is saved.
                 In a command, a signal before the first step ends the process.
-            UserError: A checkpoint cannot be written, or too many steps in a row are skipped.
+            UserError: A checkpoint cannot be written, too many steps in a row are skipped, or the loss before step 1 is
+                not finite and exhausts `eval_patience`.
         """
         self._batches, self._signals = batches, signals
         check_shardings(state, self.step.state_shardings)
@@ -271,6 +272,11 @@ class Loop:
         self._count(0, found)
         if self.validations.step == 0:
             self._save(0, state)
+        elif found is not None and self.validations.exhaust(self.cfg.eval_patience):
+            raise UserError(
+                f"eval_patience={self.cfg.eval_patience} ends the run before step 1: the validation loss of its first "
+                f"weights is {found.loss}; look at these weights, or set eval_patience above {self.validations.since}"
+            )
         return found
 
     def _count(self, number: int, evaluation: Evaluation | None) -> None:

@@ -119,6 +119,7 @@ DEEPSEEK = "model=deepseek_v3 batch_size=4096 seq_len=4096"
         => 2048 ... fsdp must divide model.kv_lora=512, model.q_lora=1536, model.embed=7168
     mesh.fsdp=64 mesh.expert=32 batch_size=8 seq_len=128 =>
         => 2048 ... context must divide half of seq_len=128 ... data x fsdp x expert must divide batch_size=8
+    mesh.fsdp=64 mesh.expert=32 adapter=lora => mesh.data=4 mesh.fsdp=16 mesh.expert=32 =>
     mesh.fsdp=3 =>
         => 3 ... data x fsdp x expert must divide batch_size=4096 ... fsdp x context must divide model.embed=7168
     """

@@ -131,7 +131,7 @@ def test_counts():
     adapter.dropout=0.1 adapter.targets=[.unembedding.weight]
         => adapter.dropout=0.1 is for pairs of layers, and adapter.targets has .unembedding.weight; set
     adapter.dropout=0.1 adapter.targets=[experts]
-        => adapter.dropout=0.1 is for pairs of attention and of plain MLPs ... adapter.targets=[experts] has those of
+        => adapter.dropout=0.1 is for all pairs but those of experts ... adapter.targets=[experts] has no others; set
     adapter.rank=0 => adapter.rank=0 must be at least 1
     adapter.alpha=0 => adapter.alpha=0 must be above 0, or null
     adapter.scale=alpha => adapter.scale=alpha: expected one of alpha/rank, alpha/sqrt(rank)

@@ -90,6 +90,11 @@ def test_a_run_ends_after_validations_without_a_gain(ended):
     assert (outcome.state, outcome.run.last) == ("finished", 5)
 
 
+def test_weights_without_a_loss_end_a_run_before_its_first_step(train):
+    with refused("eval_patience=1 ends the run before step 1: ... is nan ... set eval_patience above 1"):
+        train([NAN], "steps=3", "eval_patience=1")
+
+
 def test_a_continued_run_keeps_its_best_and_its_count(copy, train, capsys):
     with refused(f"resume={copy} ended at step 5: 3 evaluations had no lower loss; set eval_patience above 3"):
         moezoo.train(moezoo.compose(f"resume={copy}"))

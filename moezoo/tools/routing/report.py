@@ -11,15 +11,15 @@ import moezoo.tables as tables
 from moezoo.tools.routing.counted import RoutingAgreement, TextRouting
 from moezoo.training.files import replace_text, writing_to
 from moezoo.training.pictures import load_picture, relative_picture
-from moezoo.typed import show
+from moezoo.typed import counted, show
 
 _PAIRS = 16  # the strongest ones of a layer
 _MOST_BYTES = 2_000_000  # of a page: what shows Markdown takes long for more
 _ESCAPES = str.maketrans({"`": r"\x60", "|": r"\x7c"})
 _EXPLANATION = """
 docs/routing.md of the repository defines the numbers. Below the name of another way, model or checkpoint stands the
-share of choices that differ. Pairs are chosen together so often, relative to independent choices (1). Texts are written
-as in Python.
+share of choices that differ. The number behind a pair of experts says how often both are chosen for a token; with
+independent choices it is 1. Texts are written as in Python.
 """
 
 
@@ -124,7 +124,8 @@ def code(text: str) -> str:
 
 def make_page(report: Mapping[str, Any], pictures: list[str]) -> str:
     """Return the page: Markdown in which all text is code. `pictures` are names of files beside it."""
-    head, rows = ("layer", "entropy", "violation", "dead", *map(code, report["layers"][0]["agreement"])), []
+    compared, rows = (code(show(name)) for name in report["layers"][0]["agreement"]), []
+    head = "layer", "entropy", "violation", "dead", *compared
     for each in report["layers"]:
         figures = f"{each['layer']}", f"{each['entropy']:.3f}", f"{each['violation']:.2f}", f"{len(each['dead'])}"
         rows.append([*figures, *(f"{1 - share:.3%}" for share in each["agreement"].values())])
@@ -132,7 +133,8 @@ def make_page(report: Mapping[str, Any], pictures: list[str]) -> str:
     beginning += ["", *tables.markdown(head, rows, right=range(len(head))), _EXPLANATION]
     parts = ["\n".join(beginning + [f"![{name}]({name})" for name in pictures]), *map(_section, report["layers"])]
     left = int((np.cumsum([len(part.encode()) for part in parts])[1:] > _MOST_BYTES).sum())
-    return "\n".join([*parts[: len(parts) - left], *[f"\n{left} layers more are in routing.json."] * (left > 0), ""])
+    more = [f"\n{counted(left, 'layer')} more: see routing.json."] * (left > 0)
+    return "\n".join([*parts[: len(parts) - left], *more, ""])
 
 
 def _section(layer: Mapping[str, Any]) -> str:
