@@ -22,11 +22,14 @@ _LONGEST = 255  # characters of a file's name
 _SAVE = "AutoModelForCausalLM.from_pretrained"
 _OTHERS = {
     "adapter_model.safetensors": "it is an adapter: name the folder of its base, and this one with adapter=",
+    "adapter_model.bin": "it is an adapter: save it again with PEFT's save_pretrained, which writes safetensors",
     ".safetensors": f"download {INDEX} or {SINGLE} too",
     ".gguf": f"convert it with transformers: {_SAVE}(FOLDER, gguf_file=NAME).save_pretrained(NEW)",
     ".bin": f"convert it with transformers: {_SAVE}(FOLDER).save_pretrained(NEW)",
     (".pt", ".pth"): f"convert it: safetensors.torch.save_file(torch.load(NAME, weights_only=True), '{SINGLE}')",
 }
+# What a trainer leaves beside a model.
+_NO_MODELS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth", "scaler.pt")
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
@@ -70,10 +73,10 @@ def common_dtype(counts: Iterable[tuple[np.dtype, int]]) -> np.dtype:
 
 def describe_others(folder: Path) -> str:
     """Return the end of a message about a folder without safetensors: another file of weights, and what to do."""
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(path.name for path in folder.iterdir() if path.name not in _NO_MODELS) if folder.is_dir() else []
     usual = SINGLE in names or INDEX in names
     for end, advice in _OTHERS.items():
-        if not usual and (name := next((name for name in names if name.endswith(end)), None)):
+        if not usual and (name := next((name for name in names if name.lower().endswith(end)), None)):
             return f"; there is {show(name)}: {advice}"
     return ""
 

@@ -423,12 +423,15 @@ def test_unknown_names_of_many_experts_are_not_called_another_model(plain, tmp_p
     model.pt => .pt: convert it: safetensors.torch.save_file(torch.load(NAME
     model-Q4_K_M.gguf => .gguf: convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=
     adapter_model.safetensors => : it is an adapter: name the folder of its base, and this one with adapter=
+    adapter_model.bin => : it is an adapter: save it again with PEFT's save_pretrained
+    MODEL.GGUF => .GGUF: convert it with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=
     model-00001-of-00002.safetensors => : download model.safetensors.index.json or model.safetensors too
     """
 )
 def test_folders_without_safetensors(plain, tmp_path, file, line):
     shutil.copy(plain("mixtral")[1] / "config.json", tmp_path)
-    (tmp_path / file).write_bytes(b"x")
+    for name in (file, "optimizer.pt", "training_args.bin"):
+        (tmp_path / name).write_bytes(b"x")
     there = f"there is {Path(file).stem if line.startswith('.') else file}{line}"
     with refused(f"{tmp_path} has neither model.safetensors nor ... only safetensors are read; {there}"):
         moezoo.from_pretrained(tmp_path)
