@@ -40,7 +40,7 @@ def test_settings_of_a_run_that_contradict_upcycling_are_refused(folder):
         moezoo.compose(start, "data=synthetic")
     with refused("model.experts=4 but the weights of init_from=", "model.experts=8; leave it out"):
         moezoo.compose(start, *KEYS, "model.experts=4")
-    with refused("upcycle.experts=8 copies the MLPs of a dense model; name its folder as init_from"):
+    with refused("upcycle.experts=8 copies the MLPs of a dense model; name the folder of these weights as init_from"):
         moezoo.compose("model=mixtral", "upcycle.experts=8")
     with refused("upcycle.noise=0.1 but upcycle.experts=0"):
         moezoo.compose("upcycle.noise=0.1")
