@@ -258,9 +258,8 @@ def hoisted_bytes(model: LanguageModel, execution: MeshExecution) -> int:
         numbers = placement.local_size(x.shape)
         if platform == "tpu" and placement.axes.role is Role.WEIGHT and x.dtype.itemsize > itemsize:
             found += int(numbers * itemsize * _tiles(x.shape, placement, execution))
-        if (
-            platform == "cuda" and execution.remat != "none" and any(placement.gathered[2:])
-        ):  # after the dimensions of layers and the first
+        inner = any(placement.gathered[2:])  # after the dimension of layers and the first of the weight
+        if platform == "cuda" and execution.remat != "none" and inner:
             found += numbers * x.dtype.itemsize
     return found
 

@@ -163,6 +163,16 @@ PEAKS = {
         "model=mixtral_8x7b rules=tensor mesh.expert=4 mesh.tensor=2 dispatch=ring execution.param_dtype=bfloat16 "
         "batch_size=4 seq_len=4096",
     ),
+    # Compiled after the rules were read from the programs above.
+    **{
+        name: (devices, f"model={model} batch_size=32 seq_len=4096")
+        for name, devices, model in (
+            ("olmoe-v5p-ring", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=ring"),
+            ("deepseek-v5p-ring", "v5p:2x2x2", "deepseek_v2_lite mesh.fsdp=4 mesh.expert=2 dispatch=ring"),
+            ("olmoe-v5p-gather", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=gather"),
+            ("deepseek-h200-gather", "h200", "deepseek_v2_lite mesh.fsdp=8 dispatch=gather"),
+        )
+    },
 }
 QUICK = ("qwen3-ring", "gpt_oss")
 MARKS = [pytest.mark.full], [pytest.mark.absent, pytest.mark.smoke]
