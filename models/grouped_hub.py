@@ -24,7 +24,7 @@ from moezoo.models.hub import (
     required,
 )
 from moezoo.models.names import BLOCK_SPARSE, DENSE, MLP, MOE, SWIGLU, USUAL, change, rows
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 from moezoo.typed import show
 
 _ABOUT = {

@@ -19,10 +19,9 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
-from moezoo.parallel.execution import DType, RoutingChoice, check_dtype
+from moezoo.parallel.execution import DType, Remat, RoutingChoice, check_dtype
 from moezoo.parallel.mesh import MeshShape
 from moezoo.parallel.pipeline import PIPELINES, Circular
-from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.trackers import TRACKERS, NoTracker, Tracker
