@@ -11,8 +11,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError, check_type
-from moezoo.models.arguments import as_integers, check_inside
-from moezoo.models.base import LanguageModel
+from moezoo.models.base import LanguageModel, as_integers, check_inside
 from moezoo.models.layers import layers_with_experts
 from moezoo.parallel.execution import Execution
 from moezoo.progress import OnBatch
