@@ -38,8 +38,7 @@ from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.weight_mover import WeightMover
-from moezoo.tools.absent import ABSENT, absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import ABSENT, absent_devices, compile_for, memory_of
 from moezoo.training.build import build_step
 
 
