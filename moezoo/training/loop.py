@@ -35,8 +35,8 @@ from moezoo.training.feed import Feed
 from moezoo.training.initial import as_saved_pieces
 from moezoo.training.profiler import Profiler, naming_operations
 from moezoo.training.progress import Progress
-from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.rounding import COUNTED_STEPS, as_counts
+from moezoo.training.saved import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import CompiledStep, Metrics, State, Step, check_shardings
 from moezoo.training.validations import Validations
