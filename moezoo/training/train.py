@@ -37,7 +37,7 @@ from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_idle, check_shared, choose, list_saved, opened
 from moezoo.training.initial import check_tokens, describe_start, restore_run
 from moezoo.training.loop import Loop
-from moezoo.training.metrics import list_damaged, read_metrics
+from moezoo.training.metrics import Validations, count_validations, list_damaged, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
 from moezoo.training.room import check_disk, check_memory
 from moezoo.training.sample import Sample, sample
@@ -50,7 +50,6 @@ from moezoo.training.saved import (
 )
 from moezoo.training.signals import Signals
 from moezoo.training.step import State, Step
-from moezoo.training.validations import Validations, count_validations
 from moezoo.training.writers import OnRow, check_writers, make_writers
 from moezoo.typed import counted, flatten
 
