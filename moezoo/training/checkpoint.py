@@ -82,7 +82,6 @@ class Checkpoints:
         self._remote, self.keeps_frozen = is_url(folder), not is_url(folder)
         self._most_seconds = _STALL_SECONDS + size // _BYTES_PER_SECOND
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=self._most_seconds)
-        self._report_all = _leave_out_failed_writes()
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
         self._has_failed = False
@@ -95,6 +94,7 @@ class Checkpoints:
             if not steps(folder):  # a run was killed before its first checkpoint was complete
                 remove_folder(folder / FROZEN)
         self._has_frozen = distributed.first((folder / FROZEN).is_dir)
+        self._report_all = _leave_out_failed_writes()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any], best: int | None = None) -> None:
         """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
