@@ -6,6 +6,7 @@ step 4. The model has 8 numbers per token of 256 bytes, on four devices; one mat
 """
 
 import json
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -36,9 +37,9 @@ def folder(tmp_path_factory):
 
 
 def test_rows_are_those_that_the_earlier_version_wrote(folder):
-    """With a JAX of another version than those of the rows, within the rounding of float32."""
+    """To the bit with a JAX of the rows, with AVX2 or AVX-512 alike; elsewhere within the rounding of float32."""
     rows = {file.name[9:-6]: file for file in (folder / "later").glob("rows_jax_*.jsonl")}
-    known = jax.__version__ in rows
+    known = jax.__version__ in rows and platform.machine() == "x86_64"
     text = rows[jax.__version__ if known else min(rows)].read_text()
     wanted = repeatable([json.loads(line) for line in text.splitlines()])
     found = read_rows(folder / "run")
