@@ -28,7 +28,7 @@ from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.files import making
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MEASURED, MetricsLog, read_metrics
-from moezoo.training.resume import loader_state, read_batch_count
+from moezoo.training.saved import loader_state, read_batch_count
 from moezoo.training.signals import Signals
 
 
@@ -332,7 +332,7 @@ def test_places_of_all_processes_are_saved(tiny, monkeypatch):
     source = load(moezoo.compose(*tiny).data, seq_len=16, seed=0, vocab=32)
     assert "places" not in loader_state(7, source, {})
     others = '{"1": {"rows": 5}, "10": {"rows": 6}}'
-    monkeypatch.setattr("moezoo.training.resume.distributed.gather_texts", lambda own: [others, own])
+    monkeypatch.setattr("moezoo.training.saved.distributed.gather_texts", lambda own: [others, own])
     assert loader_state(7, source, {}, {2: {"rows": 4}, 0: {"rows": 3}})["places"] == [
         {"rows": n} for n in (3, 5, 4, 6)
     ]
