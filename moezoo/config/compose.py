@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
 from moezoo.config.other_names import BEFORE, RENAMED
-from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
+from moezoo.config.overrides import CONF, MEMBERS, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
     check_class,
@@ -44,12 +44,11 @@ from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
 from moezoo.remote import as_path, is_url
-from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain
+from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain, types_of
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
-_DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 
 
 def compose(*overrides: str, **keywords: Any) -> TrainConfig:
@@ -106,7 +105,8 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
         else:  # where the weights are now
             check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    cfg = convert(TrainConfig, _resolve(_set(base, asked, checks)), "", checks)
+    settings = complete(TrainConfig, _set(base, asked, checks), "", checks)
+    cfg = convert(TrainConfig, _resolve(settings), "", checks)
     if origin is not None and saved is None:
         cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
@@ -136,16 +136,16 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
     own, named = saved_own(saved), {**asked.choices, **asked.changes}
     if missing := {key: name for key, name in own.items() if key not in named}:
         raise refuse_saved(missing)
-    base = complete(TrainConfig, saved, "", checks)
-    composed = _compose_groups(asked.choices, checks) if asked.choices else {}
-    for group, name in asked.choices.items():
+    if not asked.choices:
+        return dict(saved)
+    base, composed, usual = dict(saved), _compose_groups(asked.choices, checks), _compose_groups({}, checks)
+    # An entry may choose those of other groups, and set keys of sections.
+    for group in asked.choices.keys() | {group for group in defaults() if composed[group] != usual[group]}:
         if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
             base = put(base, group, get(composed, group))
-        for key, value in _beside_its_group(group, name).items():
-            if key == _DEFAULTS:
-                base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
-            else:
-                base[key] = {**base[key], **value} if isinstance(value, dict) else value
+    for key, value in flatten({key: composed[key] for key in composed.keys() - defaults().keys()}).items():
+        if value != get(usual, key) and key.rpartition(".")[0] not in asked.choices:
+            base = put(base, key, value)
     return base
 
 
@@ -199,11 +199,11 @@ def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: 
         raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
     if (kind := checks.tags["model"][1].get(family)) is None:
         raise refuse_saved({"model": family})
-    model = complete(TrainConfig, {"model": origin.model}, "", checks)["model"]
+    model = complete(kind, origin.model)
     check_settings(kind, model, asked.changes, origin.path)
     found: dict[str, Any] = {"model": first_settings(kind, model)}
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
-    if rule is not None and "learning_rate" in base["optimizer"]:
+    if rule is not None and "learning_rate" in types_of(rule):
         adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
         found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
         found["checkpoint_frozen"] = adapter is NoAdapter
@@ -295,19 +295,6 @@ def to_yaml(mapping: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(dict(mapping))
 
 
-def _beside_its_group(group: str, name: str) -> dict[str, Any]:
-    """Return what an entry sets outside its group, if its file is merged into the whole configuration."""
-    path = CONF / group / f"{name}.yaml"
-    if not path.exists() or not path.read_text().startswith(PACKAGE):
-        return {}
-    return {key: value for key, value in read_yaml(path).items() if key != group}
-
-
-def _chosen_by(entries: list[Any]) -> set[str]:
-    """Return the groups that the `defaults` of an entry choose, as in `- override /dispatch: auto`."""
-    return {key.partition("/")[2] for entry in entries if isinstance(entry, dict) for key in entry}
-
-
 def _import_own(asked: Asked) -> Checks:
     """Return the checks; import what the user named of their own, and add the classes."""
     own = {}
@@ -327,7 +314,7 @@ def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
 
 
 def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any]:
-    """Compose `train.yaml` with the chosen groups and all defaults, as plain values; leave `${...}` as it is."""
+    """Compose `train.yaml` with the chosen groups, as plain values; leave `${...}` as it is."""
     own = {key: name for key, name in choices.items() if is_own(key, name)}
     names = {group: name for group, name in choices.items() if group not in own}
     try:
@@ -345,13 +332,13 @@ def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any
     if "rules" in own:
         with locating(f"rules={show(own['rules'])}"):
             convert(Rules, _resolve(mapping)["rules"], "rules")
-    return complete(TrainConfig, mapping, "", checks)
+    return mapping
 
 
 def _own_rules(path: str) -> dict[str, Any]:
     """Return the rules in a user's own file, merged with the shipped ones that its `defaults` name."""
     node = {"name": Path(path).stem, **read_yaml(path, "rules")}
-    under, known, shown = node.pop(_DEFAULTS, ["_self_"]), groups()["rules"], f"rules={show(path)}"
+    under, known, shown = node.pop("defaults", ["_self_"]), groups()["rules"], f"rules={show(path)}"
     if not isinstance(under, list):
         raise UserError(f"{shown}: defaults={show(under)} must be a list such as [fsdp_ep, _self_]")
     for name in under:
