@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from moezoo.config.dividing import Batches, advise, divisors, sequence_order
-from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
+from moezoo.config.sizes import Batches, advise, check_batch, check_sizes, divisors, sequence_order
 from moezoo.errors import UserError, check_type
 from moezoo.hub.kept import Form, in_forms
 from moezoo.models import ModelConfig, family_of

@@ -44,7 +44,7 @@ from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
 from moezoo.remote import as_path, is_url
-from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain, types_of
+from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
@@ -97,6 +97,7 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     """Merge what a run starts from (defaults, `saved`, weights of a folder) with what was asked, and convert it."""
     checks = _import_own(asked)
     base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
+    base = complete(TrainConfig, base, "", checks)
     origin = None
     if (folder := asked.changes.get("init_from")) is not None:
         origin = read_origin(folder, convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks))
@@ -105,8 +106,7 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
         else:  # where the weights are now
             check_same(origin, base["init_from"], base["init_sha256"])
         asked = _at(origin, asked)
-    settings = complete(TrainConfig, _set(base, asked, checks), "", checks)
-    cfg = convert(TrainConfig, _resolve(settings), "", checks)
+    cfg = convert(TrainConfig, _resolve(_set(base, asked, checks)), "", checks)
     if origin is not None and saved is None:
         cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
@@ -203,7 +203,7 @@ def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: 
     check_settings(kind, model, asked.changes, origin.path)
     found: dict[str, Any] = {"model": first_settings(kind, model)}
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
-    if rule is not None and "learning_rate" in types_of(rule):
+    if rule is not None and "learning_rate" in base["optimizer"]:
         adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
         found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
         found["checkpoint_frozen"] = adapter is NoAdapter
