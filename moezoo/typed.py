@@ -260,10 +260,8 @@ def types_of(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def ranges_of(kind: type) -> dict[str, Range]:
-    """Return field name -> range of a dataclass. A range that a base class annotates holds in its subclasses."""
-    found = {each.name: each.metadata["valid"] for each in dataclasses.fields(kind) if each.metadata.get("valid")}
-    found = notes_of(kind, Range) | found
-    return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
+    """Return field name -> range of a dataclass."""
+    return dict.fromkeys(types_of(kind), ANY_NUMBER) | notes_of(kind, Range)
 
 
 @functools.cache
