@@ -114,187 +114,6 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     return cfg
 
 
-def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
-    """Return `mapping` with the values of the keys that were asked for."""
-    lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
-    if len(lengths) > 1:
-        given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
-        raise UserError(f"{given}: each says how long the run is; leave one of them out")
-    if any(mapping.get(key) != value for key, value in lengths.items()):
-        mapping = {**mapping, **dict.fromkeys(_LENGTHS)}
-    for key, value in asked.changes.items():
-        (at, _, name), (tag, _) = key.rpartition("."), checks.tags.get(key, ("", None))
-        if name == checks.tags.get(at, ("",))[0]:
-            raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
-        # Its class by name, with the defaults of its keys.
-        mapping = put(mapping, key, {tag: value} if tag and isinstance(value, str) else value)
-    return mapping
-
-
-def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
-    """Return the configuration of a run with the groups that were chosen, and with what their entries set beside."""
-    own, named = saved_own(saved), {**asked.choices, **asked.changes}
-    if missing := {key: name for key, name in own.items() if key not in named}:
-        raise refuse_saved(missing)
-    if not asked.choices:
-        return dict(saved)
-    base, composed, usual = dict(saved), _compose_groups(asked.choices, checks), _compose_groups({}, checks)
-    # An entry may choose those of other groups, and set keys of sections.
-    for group in asked.choices.keys() | {group for group in defaults() if composed[group] != usual[group]}:
-        if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
-            base = put(base, group, get(composed, group))
-    for key, value in flatten({key: composed[key] for key in composed.keys() - defaults().keys()}).items():
-        if value != get(usual, key) and key.rpartition(".")[0] not in asked.choices:
-            base = put(base, key, value)
-    return base
-
-
-def given_keys(*overrides: str) -> set[str]:
-    """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
-    return set(flatten(read(overrides).changes))
-
-
-def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
-    """Return what the user set `init_from` to, with `upcycle` for a dense model.
-
-    Raises `UserError` where it is no Hugging Face folder and no run, or a run that `upcycle` is for.
-    """
-    path = folder_path(folder, "init_from")
-    if not (run_folder(path) / "config.yaml").exists():
-        return folder_origin(path, str(folder), upcycle)
-    if upcycle.experts:
-        raise UserError(
-            f"upcycle.experts={upcycle.experts} but init_from={show(str(folder))} is a run, whose model has experts; "
-            "leave upcycle out"
-        )
-    mapping = read_run(path, "init_from")
-    return run_origin(path, mapping, from_saved(mapping))
-
-
-def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
-    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
-    if origin.sha256 != sha256:
-        raise UserError(
-            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
-            "leave it out, or start a new run"
-        )
-
-
-def _at(origin: Origin, asked: Asked) -> Asked:
-    """Return `asked` with the path of the weights, and their hash."""
-    given = asked.changes.get("init_sha256", origin.sha256)
-    if given != origin.sha256:
-        raise UserError(
-            f"init_sha256={show(given)} but init_from={origin.path} has {origin.sha256}; name the folder with the "
-            "former, or leave init_sha256 out"
-        )
-    return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
-
-
-def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
-    """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
-    family, shown = origin.model["family"], f"init_from={origin.path}"
-    named = asked.choices.get("model", family)
-    if named != family or ("model" in asked.choices and not is_own("model", family)):
-        raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
-    if (kind := checks.tags["model"][1].get(family)) is None:
-        raise refuse_saved({"model": family})
-    model = complete(kind, origin.model)
-    check_settings(kind, model, asked.changes, origin.path)
-    found: dict[str, Any] = {"model": first_settings(kind, model)}
-    rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
-    if rule is not None and "learning_rate" in base["optimizer"]:
-        adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
-        found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
-        found["checkpoint_frozen"] = adapter is NoAdapter
-    return found
-
-
-def folder_path(folder: Any, key: str) -> Path:
-    """Return the folder that the user set `key` to; ~ stands for a home folder.
-
-    Raises `UserError` for no path, and for one in an object store where `key` is not that of a run.
-    """
-    if is_url(folder):
-        if key not in _OF_RUNS:
-            raise UserError(
-                f"{key}={folder}: only {' and '.join(_OF_RUNS)} may be in an object store; copy it to a disk"
-            )
-        return as_path(folder)
-    if not isinstance(folder, str | Path):
-        raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
-    try:
-        return check_name(Path(folder).expanduser(), show(f"{key}={folder}"))
-    except RuntimeError:
-        raise UserError(f"{key}={show(str(folder))}: there is no home folder of that user; write the path") from None
-
-
-def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
-    """Read the configuration saved in a run's folder, which the user set `key` to, with the run's copies of tokenizers.
-
-    Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
-    run of a version with other names of keys.
-    """
-    saved = run_folder(folder_path(folder, key)) / "config.yaml"
-    if not saved.exists():
-        raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
-    advice = f"correct the file, or set {key} to another run"
-    mapping = read_yaml(saved, advice=advice)
-    for old in (old for old in RENAMED if old in flatten(mapping)):
-        raise UserError(
-            f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
-            f"({old} is now {RENAMED[old]})"
-        )
-    try:
-        from_saved(mapping)
-    except UserError as error:
-        raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
-    return with_copies(with_defaults(mapping), saved.parent)
-
-
-def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
-    """Convert `mapping` to a configuration. Raises `UserError` for unknown keys, wrong types and invalid numbers."""
-    return convert(TrainConfig, mapping, "", _CHECKS)
-
-
-def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
-    """Return a saved configuration with something of moezoo's in place of what is of the user's own.
-
-    Raises as `from_mapping` does.
-    """
-    return from_mapping(without_own(with_defaults(mapping)))
-
-
-def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved configuration with the defaults of settings that moezoo has had since.
-
-    Its `init_forms` are sections; earlier versions saved texts.
-    """
-    if isinstance(forms := mapping.get("init_forms"), Mapping):
-        forms = {at: to_plain(Form.from_text(form)) if isinstance(form, str) else form for at, form in forms.items()}
-        mapping = {**mapping, "init_forms": forms}
-    return complete(TrainConfig, mapping, "", _CHECKS)
-
-
-def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
-    """Return `cfg` as plain dicts, lists, numbers and text, with every default written out.
-
-    Raises `UserError` for a class of the user's own that a configuration cannot record.
-    """
-    own = {}
-    values = [(key, operator.attrgetter(key)(cfg)) for key in TAGS]
-    for key, value in [*values, *(("tracker", each) for each in cfg.tracker.active().values())]:
-        if not isinstance(value, str) and (kind := type(value)) not in TAGS[key][1].values():
-            check_class(key, kind, f"{key}={name_in(value)}")
-            own.setdefault(key, {})[name_in(value)] = kind
-    return to_plain(cfg, "", _checks_with(own))
-
-
-def to_yaml(mapping: Mapping[str, Any]) -> str:
-    """Return `mapping` as YAML."""
-    return OmegaConf.to_yaml(dict(mapping))
-
-
 def _import_own(asked: Asked) -> Checks:
     """Return the checks; import what the user named of their own, and add the classes."""
     own = {}
@@ -370,6 +189,23 @@ def _hydra() -> Iterator[None]:
         GlobalHydra.set_instance(instance)
 
 
+def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
+    """Return `mapping` with the values of the keys that were asked for."""
+    lengths = {key: asked.changes[key] for key in _LENGTHS if asked.changes.get(key) is not None}
+    if len(lengths) > 1:
+        given = " ".join(f"{key}={show(value)}" for key, value in lengths.items())
+        raise UserError(f"{given}: each says how long the run is; leave one of them out")
+    if any(mapping.get(key) != value for key, value in lengths.items()):
+        mapping = {**mapping, **dict.fromkeys(_LENGTHS)}
+    for key, value in asked.changes.items():
+        (at, _, name), (tag, _) = key.rpartition("."), checks.tags.get(key, ("", None))
+        if name == checks.tags.get(at, ("",))[0]:
+            raise UserError(f"{key}={show(value)}: {at} is chosen together with its keys; write {at}=NAME")
+        # Its class by name, with the defaults of its keys.
+        mapping = put(mapping, key, {tag: value} if tag and isinstance(value, str) else value)
+    return mapping
+
+
 def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return `mapping` with each `${...}` replaced by its value."""
     try:
@@ -380,3 +216,162 @@ def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
             f"{key}={show(get(mapping, key))}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
         ) from None
     return resolved
+
+
+def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return the configuration of a run with the groups that were chosen, and with what their entries set beside."""
+    own, named = saved_own(saved), {**asked.choices, **asked.changes}
+    if missing := {key: name for key, name in own.items() if key not in named}:
+        raise refuse_saved(missing)
+    if not asked.choices:
+        return dict(saved)
+    base, composed, usual = dict(saved), _compose_groups(asked.choices, checks), _compose_groups({}, checks)
+    # An entry may choose those of other groups, and set keys of sections.
+    for group in asked.choices.keys() | {group for group in defaults() if composed[group] != usual[group]}:
+        if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
+            base = put(base, group, get(composed, group))
+    for key, value in flatten({key: composed[key] for key in composed.keys() - defaults().keys()}).items():
+        if value != get(usual, key) and key.rpartition(".")[0] not in asked.choices:
+            base = put(base, key, value)
+    return base
+
+
+def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
+    family, shown = origin.model["family"], f"init_from={origin.path}"
+    named = asked.choices.get("model", family)
+    if named != family or ("model" in asked.choices and not is_own("model", family)):
+        raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
+    if (kind := checks.tags["model"][1].get(family)) is None:
+        raise refuse_saved({"model": family})
+    model = complete(kind, origin.model)
+    check_settings(kind, model, asked.changes, origin.path)
+    found: dict[str, Any] = {"model": first_settings(kind, model)}
+    rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
+    if rule is not None and "learning_rate" in base["optimizer"]:
+        adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
+        found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
+        found["checkpoint_frozen"] = adapter is NoAdapter
+    return found
+
+
+def _at(origin: Origin, asked: Asked) -> Asked:
+    """Return `asked` with the path of the weights, and their hash."""
+    given = asked.changes.get("init_sha256", origin.sha256)
+    if given != origin.sha256:
+        raise UserError(
+            f"init_sha256={show(given)} but init_from={origin.path} has {origin.sha256}; name the folder with the "
+            "former, or leave init_sha256 out"
+        )
+    return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
+
+
+def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
+    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
+    if origin.sha256 != sha256:
+        raise UserError(
+            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
+            "leave it out, or start a new run"
+        )
+
+
+def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
+    """Return what the user set `init_from` to, with `upcycle` for a dense model.
+
+    Raises `UserError` where it is no Hugging Face folder and no run, or a run that `upcycle` is for.
+    """
+    path = folder_path(folder, "init_from")
+    if not (run_folder(path) / "config.yaml").exists():
+        return folder_origin(path, str(folder), upcycle)
+    if upcycle.experts:
+        raise UserError(
+            f"upcycle.experts={upcycle.experts} but init_from={show(str(folder))} is a run, whose model has experts; "
+            "leave upcycle out"
+        )
+    mapping = read_run(path, "init_from")
+    return run_origin(path, mapping, from_saved(mapping))
+
+
+def given_keys(*overrides: str) -> set[str]:
+    """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
+    return set(flatten(read(overrides).changes))
+
+
+def folder_path(folder: Any, key: str) -> Path:
+    """Return the folder that the user set `key` to; ~ stands for a home folder.
+
+    Raises `UserError` for no path, and for one in an object store where `key` is not that of a run.
+    """
+    if is_url(folder):
+        if key not in _OF_RUNS:
+            raise UserError(
+                f"{key}={folder}: only {' and '.join(_OF_RUNS)} may be in an object store; copy it to a disk"
+            )
+        return as_path(folder)
+    if not isinstance(folder, str | Path):
+        raise UserError(f"{key} is {describe_class(folder)}, expected the path of a folder")
+    try:
+        return check_name(Path(folder).expanduser(), show(f"{key}={folder}"))
+    except RuntimeError:
+        raise UserError(f"{key}={show(str(folder))}: there is no home folder of that user; write the path") from None
+
+
+def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
+    """Read the configuration saved in a run's folder, which the user set `key` to, with the run's copies of tokenizers.
+
+    Raises `UserError` when the folder holds no run, when the file is damaged, which the message then names, and for a
+    run of a version with other names of keys.
+    """
+    saved = run_folder(folder_path(folder, key)) / "config.yaml"
+    if not saved.exists():
+        raise UserError(f"{key}={show(str(folder))}: no run there (config.yaml is missing); name the folder of a run")
+    advice = f"correct the file, or set {key} to another run"
+    mapping = read_yaml(saved, advice=advice)
+    for old in (old for old in RENAMED if old in flatten(mapping)):
+        raise UserError(
+            f"{key}={show(str(folder))}: moezoo {BEFORE} saved this run; read or continue it with that version "
+            f"({old} is now {RENAMED[old]})"
+        )
+    try:
+        from_saved(mapping)
+    except UserError as error:
+        raise UserError(f"{show(str(saved))}: {error}; {advice}") from None
+    return with_copies(with_defaults(mapping), saved.parent)
+
+
+def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
+    """Return a saved configuration with something of moezoo's in place of what is of the user's own.
+
+    Raises `UserError` for unknown keys, wrong types and invalid numbers.
+    """
+    return convert(TrainConfig, without_own(with_defaults(mapping)), "", _CHECKS)
+
+
+def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved configuration with the defaults of settings that moezoo has had since.
+
+    Its `init_forms` are sections; earlier versions saved texts.
+    """
+    if isinstance(forms := mapping.get("init_forms"), Mapping):
+        forms = {at: to_plain(Form.from_text(form)) if isinstance(form, str) else form for at, form in forms.items()}
+        mapping = {**mapping, "init_forms": forms}
+    return complete(TrainConfig, mapping, "", _CHECKS)
+
+
+def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
+    """Return `cfg` as plain dicts, lists, numbers and text, with every default written out.
+
+    Raises `UserError` for a class of the user's own that a configuration cannot record.
+    """
+    own = {}
+    values = [(key, operator.attrgetter(key)(cfg)) for key in TAGS]
+    for key, value in [*values, *(("tracker", each) for each in cfg.tracker.active().values())]:
+        if not isinstance(value, str) and (kind := type(value)) not in TAGS[key][1].values():
+            check_class(key, kind, f"{key}={name_in(value)}")
+            own.setdefault(key, {})[name_in(value)] = kind
+    return to_plain(cfg, "", _checks_with(own))
+
+
+def to_yaml(mapping: Mapping[str, Any]) -> str:
+    """Return `mapping` as YAML."""
+    return OmegaConf.to_yaml(dict(mapping))

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from refusals import by_table, check_line
 
-from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto, from_saved, to_yaml
 from moezoo.config.other_names import RENAMED
 from moezoo.config.overrides import read
 from moezoo.errors import UserError
@@ -231,7 +231,7 @@ def test_an_old_key_is_refused_with_its_new_name(old, new, deepseek):
     mapping = copy.deepcopy(deepseek)
     section, name = new.removeprefix("model.").split(".")
     mapping["model"][old.removeprefix("model.")] = mapping["model"][section].pop(name)
-    assert refusal(from_mapping, mapping) == message
+    assert refusal(from_saved, mapping) == message
 
 
 def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path, deepseek):
@@ -260,5 +260,5 @@ def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path, deepseek):
 def test_refuses_a_damaged_saved_config(change, start, saved):
     mapping = copy.deepcopy(saved)
     change(mapping)
-    assert refusal(from_mapping, mapping).startswith(start)
+    assert refusal(from_saved, mapping).startswith(start)
     assert refusal(compose_onto, mapping, "mesh=ep8").startswith(start)
