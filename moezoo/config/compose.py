@@ -5,15 +5,17 @@ valid keys are known, so an error can name them. Composing writes nothing and st
 raised `from None`, because a notebook would print Hydra's text above ours.
 """
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.utils import create_config_search_path
-from hydra.types import RunMode
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.utils import JobRuntime
+from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -134,17 +136,16 @@ def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any
     """Compose `train.yaml` with the chosen groups, as plain values; leave `${...}` as it is."""
     own = {key: name for key, name in choices.items() if is_own(key, name)}
     names = {group: name for group, name in choices.items() if group not in own}
-    # Hydra's own functions for this keep one state per process, which a notebook or `hydra.main` may be using.
-    loader = ConfigLoaderImpl(create_config_search_path("pkg://moezoo.conf"))
-    chosen = ["hydra.job.name=moezoo", *(f"{group}={name}" for group, name in names.items())]
     try:
-        mapping: Any = OmegaConf.to_container(loader.load_configuration("train", chosen, RunMode.RUN, from_shell=False))
+        with _hydra():
+            mapping: Any = OmegaConf.to_container(
+                hydra.compose("train", [f"{group}={name}" for group, name in names.items()]), resolve=False
+            )
     except Exception:
         # Every chosen entry exists, so one of the files is broken; `read_yaml` names it.
         for group, name in {**defaults(), **names}.items():
             read_yaml(CONF / group / f"{name}.yaml")
         raise
-    del mapping["hydra"]
     for key, name in own.items():
         mapping = put(mapping, key, _own_rules(name) if key == "rules" else {checks.tags[key][0]: name})
     if "rules" in own:
@@ -171,6 +172,21 @@ def _own_rules(path: str) -> dict[str, Any]:
     except (OmegaConfBaseException, ValueError, TypeError):
         raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
     return merged
+
+
+@contextlib.contextmanager
+def _hydra() -> Iterator[None]:
+    """Give Hydra's one global state to moezoo, then restore it: a notebook or `hydra.main` may be using it."""
+    instance, version, job = GlobalHydra.instance(), VersionBase.instance(), JobRuntime.instance()
+    theirs = instance.hydra, version.version_base, job.get("name")
+    instance.hydra = None
+    try:
+        with hydra.initialize_config_module("moezoo.conf", version_base="1.3"):
+            yield
+    finally:
+        instance.hydra, version.version_base, name = theirs
+        job.set("name", name)
+        GlobalHydra.set_instance(instance)
 
 
 def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
