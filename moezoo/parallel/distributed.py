@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
-from moezoo.typed import Size, check_fields, show
+from moezoo.typed import AtMost, Count, Size, check_fields, show
 
 # How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5
@@ -98,7 +98,7 @@ class Manual(Distributed):
     name: ClassVar[str] = "manual"
     coordinator: str | None = None
     processes: int | None = None
-    process: int | None = None
+    process: Annotated[Count, AtMost("processes", strict=True)] | None = None
     heartbeat_seconds: int = 30
     start_seconds: int = 300
 
@@ -108,11 +108,6 @@ class Manual(Distributed):
             host, _, port = self.coordinator.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
                 raise UserError(f"distributed.coordinator={self.coordinator} must be HOST:PORT, such as localhost:8476")
-        if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
-            raise UserError(
-                f"distributed.process={self.process} must be from 0 to {self.processes - 1}, as "
-                f"distributed.processes={self.processes}"
-            )
 
     def arguments(self) -> dict[str, Any]:
         """Return address, number of processes and number of this process."""

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from moezoo.config.build import blueprint_on
-from moezoo.config.memory import check_arrays
 from moezoo.config.settings import TrainConfig
+from moezoo.config.sizes import check_arrays
 from moezoo.data import Batch
 from moezoo.errors import UserError
 from moezoo.models.base import LanguageModel

@@ -24,12 +24,12 @@ from moezoo.config.compose import (
     read_run,
     with_defaults,
 )
-from moezoo.config.memory import check_arrays
 from moezoo.config.origin import run_text_settings
 from moezoo.config.overrides import read
 from moezoo.config.own import saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import ProfileSettings, TrainConfig
+from moezoo.config.sizes import check_arrays
 from moezoo.config.text_copies import COPIED
 from moezoo.data import Source
 from moezoo.data.file_settings import fill_in

@@ -12,7 +12,7 @@ from chat_styles import save_tokenizer
 from refusals import refused
 
 import moezoo
-from moezoo.config.compose import as_mapping, from_mapping, with_defaults
+from moezoo.config.compose import as_mapping, from_saved, with_defaults
 from moezoo.data import (
     Chat,
     Jsonl,
@@ -217,7 +217,7 @@ def test_configurations():
     with refused("data.sources=none.yaml does not exist"):
         moezoo.compose("data=mixture", "data.sources=none.yaml")
     mapping = as_mapping(cfg)
-    assert from_mapping(mapping) == cfg
+    assert from_saved(mapping) == cfg
     assert with_defaults(mapping) == mapping
     older = json.loads(json.dumps(mapping))
     del older["data"]["sources"]["code"]["packing"], older["data"]["sources"]["lib"]["weight"]
