@@ -17,8 +17,7 @@ from moezoo.data.chat_records import Chat, Message
 from moezoo.data.chat_renderer import RefusedError, Renderer, RenderError
 from moezoo.data.chat_template import Template, missing_tokens
 from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, shared
-from moezoo.data.guarded import Guarded
-from moezoo.data.tokenizer import Bytes, HuggingFace
+from moezoo.data.tokenizer import Bytes, Guarded, HuggingFace
 from moezoo.errors import UserError, nearest
 from moezoo.typed import counted, show
 

@@ -10,13 +10,11 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from moezoo.data.base import naming
-from moezoo.data.draws import Draws
-from moezoo.data.order import reorder
+from moezoo.data.order import Draws, reorder
 from moezoo.data.packing import Fitted, Packed, count_kept, fit, pack
-from moezoo.data.rows import Batch, Rows
+from moezoo.data.rows import Batch, Rows, Windows
 from moezoo.data.source import Source, read_checked
 from moezoo.data.stream import Batches, Json, Reader, Stream, StreamBatches
-from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
 # More rows than a run can read. The length of grain's own endless repetition overflows in batches of one.

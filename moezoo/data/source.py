@@ -12,11 +12,10 @@ from jaxtyping import Int32, Integer
 from moezoo.data.corpus import Corpus, fingerprint
 from moezoo.data.held_out import Split
 from moezoo.data.packing import Packing, TooLong, fit, pack
-from moezoo.data.rows import Batch, Rows
+from moezoo.data.rows import Batch, Rows, Windows
 from moezoo.data.stream import Stream
-from moezoo.data.token_bytes import TokenBytes
+from moezoo.data.token_text import TokenBytes
 from moezoo.data.tokenizer import Bytes, Tokenizer
-from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
 

@@ -11,11 +11,12 @@ import numpy as np
 from moezoo.data.base import HeldOutSettings
 from moezoo.data.corpus import Ids
 from moezoo.data.documents import all_of_text, tokenize
-from moezoo.data.files import describe_skipped, find_files, read_texts
+from moezoo.data.files import find_files
 from moezoo.data.held_out import hold_out, own_validation
 from moezoo.data.jsonl import Jsonl
 from moezoo.data.records import SUFFIXES
 from moezoo.data.source import Source, make_source, require_vocab
+from moezoo.data.text import describe_skipped, read_texts
 from moezoo.data.token_files import TokenFiles, beside, hash_documents, hash_ids, read_token_files, write_token_files
 from moezoo.data.tokenizer import NO_TOKENS, Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
 from moezoo.errors import UserError

@@ -3,9 +3,8 @@
 import numpy as np
 from jaxtyping import Int32
 
-from moezoo.data.rows import Batch
+from moezoo.data.rows import Batch, Windows
 from moezoo.data.source import Source, read_checked
-from moezoo.data.windows import Windows
 
 _LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.data.token_bytes import count_bytes
+from moezoo.data.token_text import count_bytes
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch

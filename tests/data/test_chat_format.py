@@ -19,8 +19,7 @@ from moezoo.data import chat_renderer, chat_turns
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import Chat, read_chat
 from moezoo.data.chat_template import Template
-from moezoo.data.guarded import Guarded
-from moezoo.data.tokenizer import Bytes, HuggingFace
+from moezoo.data.tokenizer import Bytes, Guarded, HuggingFace
 
 DATE = "2025-02-03"
 CHAT = read_chat({"messages": PLAIN})

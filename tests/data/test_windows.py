@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.data.corpus import Corpus, concatenate
-from moezoo.data.windows import Windows
+from moezoo.data.rows import Windows
 
 
 def corpus_of(lengths: list[int], dtype=np.uint8, predicted=None) -> Corpus:
