@@ -35,7 +35,7 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def read(self, indices: Integer[np.ndarray, "batch"]) -> Batch:
-        """Return rows as a batch [batch, seq]; beyond the last row, rows of padding."""
+        """Return rows as a batch [batch, seq]."""
 
     @property
     @abc.abstractmethod
@@ -49,11 +49,6 @@ class Rows(abc.ABC):
     @abc.abstractmethod
     def sizes(self, indices: Integer[np.ndarray, "batch"]) -> Int64[np.ndarray, "batch"]:
         """Return the number of tokens in each row, padding not counted, without reading any."""
-
-    def choose(self, limit: int) -> Int64[np.ndarray, "chosen"]:
-        """Return the rows of an evaluation: `limit` rows, evenly spaced, or all if `limit` is 0 or larger."""
-        chosen = min(limit, len(self)) if limit else len(self)
-        return np.arange(chosen, dtype=np.int64) * len(self) // max(chosen, 1)
 
 
 class _Places(NamedTuple):
@@ -79,7 +74,7 @@ class Windows(Rows):
         return max(0, -(-(len(self.corpus) - 1) // self.seq_len))
 
     def sizes(self, indices: Integer[np.ndarray, "batch"]) -> Int64[np.ndarray, "batch"]:
-        return np.clip(len(self.corpus) - indices.astype(np.int64) * self.seq_len, 0, self.seq_len)
+        return np.minimum(len(self.corpus) - indices.astype(np.int64) * self.seq_len, self.seq_len)
 
     @property
     def stored(self) -> np.ndarray:

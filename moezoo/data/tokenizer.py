@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
 class Bytes:
     """Each byte of UTF-8 is a token."""
 
-    vocab = 256
+    vocab, shown = 256, "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="surrogateescape"))  # arguments of a command need not be UTF-8
