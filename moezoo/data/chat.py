@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from moezoo.data.cache import How, Kept, cache_folder, kept
+from moezoo.data.cache import cache_folder, kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_forms import columns, find_messages
 from moezoo.data.chat_records import ROLES, read_chat
@@ -21,7 +21,7 @@ from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
 from moezoo.data.corpus import Ids
-from moezoo.data.documents import Document, Make, describe_nul
+from moezoo.data.documents import Document, How, Make, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
 from moezoo.data.held_out import Split, hold_out_chats
@@ -29,6 +29,7 @@ from moezoo.data.json_values import parse_record
 from moezoo.data.packing import Packing
 from moezoo.data.records import SUFFIXES, read_records
 from moezoo.data.source import Source
+from moezoo.data.token_files import TokenFiles
 from moezoo.data.tokenizer import HuggingFace, Tokenizer, text_tokenizer
 from moezoo.errors import UserError, locating
 from moezoo.typed import show
@@ -125,13 +126,13 @@ class Chat(FileSettings):
         decode = tokenizer.decode_special if isinstance(tokenizer, HuggingFace) else tokenizer.decode
         return dataclasses.replace(source, decode=decode, too_long=self.too_long, held_out=())
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         facts = {**super().describe(found, read), "form": read.about["form"]}
         if self.loss_on == "each":
             facts["examples"] = f"{len(read.names):,}, one for each turn of {len(set(read.names)):,} chats"
         return facts
 
-    def split(self, read: Kept) -> Split:
+    def split(self, read: TokenFiles) -> Split:
         chats = np.arange(read.corpus.documents)
         if self.loss_on == "each":  # all turns of a chat are on the same side
             chats = np.unique(np.array(read.names, np.int64), return_inverse=True)[1]
@@ -185,7 +186,7 @@ class Chat(FileSettings):
     def _how(self, vocab: int) -> How:
         return super()._how(vocab)._replace(end=None)
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         refusals, nul = Refusals(drop=self.refused == "drop"), Counter[str]()
         seen = Seen(refusals)
         with self.format() as chats:

@@ -18,12 +18,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moezoo.data.cache import How, Kept
 from moezoo.data.chat import Chat, Seen
 from moezoo.data.chat_refusals import Refusals
 from moezoo.data.chat_renderer import RenderError
 from moezoo.data.corpus import concatenate
-from moezoo.data.documents import Document, Make, all_of_text
+from moezoo.data.documents import Document, How, Make, all_of_text
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found
 from moezoo.data.held_out import Split
@@ -31,6 +30,7 @@ from moezoo.data.json_values import kind, without_nulls
 from moezoo.data.packing import BUFFER
 from moezoo.data.source import Source, make_source
 from moezoo.data.stream import Chunk, Stream, read_corpus
+from moezoo.data.token_files import TokenFiles
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError, nearest
 from moezoo.typed import Count, counted, show
@@ -113,10 +113,10 @@ class DataSet(FileSettings):
             )
         return found
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         return {**super().describe(found, read), "split": found.part}
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         return super()._read(found, self.of_part(found, how))
 
     def of_part(self, found: Found, how: How) -> How:
@@ -382,7 +382,7 @@ class HfChat(Chat, DataSet):
     def reader(self) -> str:
         return f"hf {super().reader}"
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         return super()._read(found, self.of_part(found, how))
 
     def _documents(self, found: Found, seen: Seen) -> Iterator[Document]:

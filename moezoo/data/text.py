@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import BinaryIO, ClassVar
 
-from moezoo.data.cache import Kept
 from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, check_begin, opened
+from moezoo.data.token_files import TokenFiles
 from moezoo.errors import UserError
 
 # A longer text file is cut into documents of at most so many bytes: one document is tokenized as a whole.
@@ -28,11 +28,11 @@ class Text(FileSettings):
     def documents(self, found: Found) -> Iterator[Document]:
         return read_texts(found)
 
-    def shards(self, read: Kept) -> None:
+    def shards(self, read: TokenFiles) -> None:
         # A long file is one document: in the order of documents, all windows of a batch would be parts of it.
         return None
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         skipped = len(found.paths) - len(set(read.names))
         return {"skipped": describe_skipped(skipped)} if skipped else {}
 
