@@ -216,14 +216,13 @@ class Renderer:
     def _ask(self, request: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the answer of a process that has read the template; without a request, what it has read."""
         with self._lock:
-            child = self._idle.pop() if self._idle else None
-        if child is None:
-            child = _Child(self._setup)
-            if "fault" in (found := child.about):
+            child = self._idle.pop() if self._idle else _Child()
+            self._all += [] if child.about else [child]
+        if not child.about:
+            if "fault" in (found := child.ask(self._setup)):
                 child.close()
                 raise UserError(self._explain(found, reading=True))
-            with self._lock:
-                self._all.append(child)
+            child.about = found
         answer = child.about if request is None else child.ask(request)
         with self._lock:
             self._idle += [child] if child.about else []  # it may have ended
@@ -251,23 +250,21 @@ class Renderer:
 class _Child:
     """A process of `chat_child`. One thread uses it at a time."""
 
-    def __init__(self, setup: Mapping[str, Any]):
+    def __init__(self):
         # -P: the other files of this folder are no modules at the top. In a group of its own it gets no Ctrl-C.
         pipe, command = subprocess.PIPE, [sys.executable, "-P", str(_CHILD)]
         self._process: Any = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, process_group=0
         )
-        self.about = self.ask(setup)  # what it has read; empty where it does not run
+        self.about: dict[str, Any] = {}  # what it has read; empty before that, and where it does not run
 
     def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer of the process, or that it has ended."""
         process, line = self._process, b""
-        try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.stdin.write(json.dumps(message).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except (BrokenPipeError, ConnectionResetError):
-            pass
         if line.endswith(b"\n"):
             return json.loads(line)
         code = self.close()
@@ -278,12 +275,10 @@ class _Child:
         process, self._process, self.about = self._process, None, {}
         if process is None:
             return None
-        process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
         # It ends when its stdin does, unless a template keeps it busy for the rest of its time.
         try:
-            return process.wait(0.2)
+            process.communicate(timeout=0.2)
         except subprocess.TimeoutExpired:
             process.kill()
-            return process.wait()
+            process.communicate()
+        return process.returncode
