@@ -325,7 +325,7 @@ def read_token_files(
     path: Path,
     *,
     key: str,
-    check: Callable[[Mapping[str, Any]], object] = bool,
+    check: Callable[[Mapping[str, Any]], object] | None = None,
     is_known: bool = True,
 ) -> TokenFiles:
     """Map token files into memory.
@@ -333,7 +333,7 @@ def read_token_files(
     Args:
         path: The file of ids.
         key: The user's name of the setting.
-        check: May refuse the contents of NAME.json, before large files are read for their hash.
+        check: Called with the contents of NAME.json, which it may refuse, before large files are read for their hash.
         is_known: Whether the hash of a large file that has not changed may be one that is kept, and the files may have
             been edited since they were written.
 
@@ -360,13 +360,15 @@ def read_token_files(
         raise UserError(f"{key}={path}{fault}; it must hold {_OFFSETS}")
     metadata = _read_metadata(files.metadata, tokens, key=f"{key}={path}")
     mask = _read_mask(files, tokens, metadata, key=key)
-    check(metadata)
+    if check is not None:
+        check(metadata)
     corpus = Corpus.from_tokens(tokens, offsets, mask)
     sha256 = _hash_ids(path, corpus, is_known=is_known)
-    found = {"sha256": sha256, "offsets_sha256": hashlib.sha256(offsets.data).hexdigest()}
-    for name, what in (("sha256", "ids" if mask is None else "ids or its mask"), ("offsets_sha256", "offsets")):
-        if not is_known and metadata.get(name) != found[name]:
-            raise UserError(f"its {what} are not those that were written")
+    if not is_known:
+        found = {"sha256": sha256, "offsets_sha256": hashlib.sha256(offsets.data).hexdigest()}
+        for name, what in (("sha256", "ids" if mask is None else "ids or its mask"), ("offsets_sha256", "offsets")):
+            if metadata.get(name) != found[name]:
+                raise UserError(f"its {what} are not those that were written")
     return TokenFiles(corpus, metadata, sha256, hash_documents(corpus, sha256))
 
 
