@@ -226,7 +226,7 @@ class OneSource(Numbered):
 class Windowed(OneSource):
     """Windows of documents, which each epoch puts into an order; or the same ones, which are shuffled.
 
-    `shuffled` has the window of each number.
+    `shuffled` returns the window of a number.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Windowed(OneSource):
         documents: Corpus,
         seq_len: int,
         order: Order = in_order,
-        shuffled: Sequence[int] | None = None,
+        shuffled: Callable[[int], int] | None = None,
     ):
         self._count, self._shuffled = len(Windows(documents, seq_len)), shuffled
         super().__init__(source, documents, lambda epoch: Windows(order(documents, epoch), seq_len))
@@ -246,7 +246,7 @@ class Windowed(OneSource):
     def locate(self, numbers: _Numbers) -> Located:
         if self._shuffled is None:
             return Located(*np.divmod(numbers.astype(np.int64), self._count))
-        indices = np.array([self._shuffled[int(number)] for number in numbers], np.int64)
+        indices = np.array([self._shuffled(int(number)) for number in numbers], np.int64)
         return Located(np.zeros_like(indices), indices)
 
 
@@ -393,4 +393,4 @@ def _make_numbered(source: Source, seq_len: int, seed: int) -> OneSource:
     count = len(Windows(source.train, seq_len))
     # Epochs are repeated before rows are grouped, so that no remainder of an epoch is lost.
     shuffled: Any = grain.MapDataset.range(count).seed(seed).shuffle().repeat(ENDLESS // count)
-    return Windowed(source, source.train, seq_len, shuffled=shuffled)
+    return Windowed(source, source.train, seq_len, shuffled=shuffled.__getitem__)
