@@ -113,7 +113,7 @@ class Generator:
 
     def stream(self, text: list[int]) -> Iterator[str]:
         """Return the parts of what `write` returns for one text, which come as they are written."""
-        from moezoo.data.pieces import pieces
+        from moezoo.data.token_text import pieces
         from moezoo.generation.generate import stream
 
         if not self._request.stream:

@@ -15,7 +15,8 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.data.token_bytes import count_bytes
+from moezoo.data.epochs import validation_rows
+from moezoo.data.token_text import count_bytes
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -190,5 +191,5 @@ def _count_text(source: Source, cfg: TrainConfig) -> int | str:
         table = source.token_bytes()
     except UserError as reason:
         return str(reason)
-    rows = source.rows(source.validation, cfg.seq_len)
-    return count_bytes(rows, source.validation, rows.choose(cfg.data.eval_sequences), table)
+    rows = validation_rows(source, cfg.seq_len)
+    return count_bytes(rows.rows(0), source.validation, rows.choose(cfg.data.eval_sequences), table)
