@@ -121,7 +121,6 @@ def assert_same_but_for_rounding(rows, wanted):
         assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4), row["step"]
 
 
-@pytest.mark.newer
 def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny, tmp_path):
     """One device; then a mesh that splits each sequence, except in the sample, where other weights move.
 
@@ -167,7 +166,6 @@ def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     assert both.sample == run.sample
 
 
-@pytest.mark.newer
 def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
     overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5")
