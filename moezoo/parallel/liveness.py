@@ -22,21 +22,27 @@ instructions of that program:
 - A GPU joins gathers with what reads them (qwen3_30b_a3b: loop_convert_fusion.5 sums rows that are no arrays).
 - A GPU sums the gradients of weights in the next iteration: those of the layer before are there while new ones are
   made (mixtral_8x7b on h200: copy.291 of loop_peel_param, and copy.312).
+- A TPU makes results in one loop, when the last of what they read is there, if they go through the same dimensions,
+  share what they read and do not need each other: first sums, then those that share the most bytes, none of an array
+  of 4 GiB (mixtral_8x7b). So an activation waits for its gradients, and the product after it for the gradients of rows
+  (olmoe_1b_7b with ring: fusion.624 of ragged-dot-none to .2, then fusion.625 of .3 to .5; deepseek_v3), unless gates
+  and their gradients are made together before (olmoe_1b_7b with Muon: select_reduce_fusion.19).
+- A TPU makes an elementwise result that others are made of with the first of them (gpt_oss_20b: of four products
+  multiply_select_fusion.5), and waits with one after which no array ends until one does (mixtral_8x7b: fusion.520 comes
+  first).
 - A TPU makes a gradient of weights, which nothing else in the iteration reads, and its sum at once if that frees more
   than it makes (mixtral_8x7b: ragged-dot-none.8 before ragged-dot-none.3), and else last (olmoe_1b_7b with Muon:
-  all-reduce.30). Where tokens are exchanged it is always last (deepseek_v2_lite with capacity: after all_to_all.145).
-- A TPU makes elementwise results of the same arrays together (gpt_oss_20b: multiply_select_fusion.5 of four products),
-  and waits with one after which no array ends until one does (mixtral_8x7b: fusion.520 comes first).
-- A TPU keeps a product that is made again and sent back until the gradients of rows are made, and casts all together
-  (deepseek_v3: select_convert_fusion.13 of ragged-dot-none.3 to .5).
+  all-reduce.30). Where tokens are exchanged it is always last (deepseek_v2_lite with capacity: after all_to_all.145;
+  olmoe_1b_7b with ring: ragged-dot-none.8 after fusion.625).
 
 Otherwise the order of a compiler may differ. docs/planning.md has how far the result is from what compilers have in
 use.
 """
 
+import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +67,8 @@ SAME = frozenset(
 _REDUCTIONS = frozenset(
     """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum""".split()  # noqa: SIM905
 )
+# Several results that a TPU makes in one loop; and of how many bytes an array is left out of such a loop.
+_TOGETHER, _LARGE = "together", 1 << 32
 _LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 _KERNELS = frozenset(("pallas_call", "mosaic_gpu", "ffi_call", "core_map"))
 
@@ -91,18 +99,35 @@ class _Step(NamedTuple):
     def joins(self) -> bool:
         """Whether a compiler joins the operation with what it reads."""
         gathers = self.platform == "cuda" and self.name == "gather"
-        return gathers or self.name in _ELEMENTWISE or self.name in SAME or self.name in _REDUCTIONS
+        return gathers or self.ends_loop or self.name in _ELEMENTWISE or self.name in SAME
+
+    @property
+    def ends_loop(self) -> bool:
+        """Whether a compiler joins it with what it reads, and not with what reads it."""
+        return self.name in _REDUCTIONS or self.name == _TOGETHER
+
+    @property
+    def loop(self) -> tuple[int, ...]:
+        """The dimensions that a loop over it has."""
+        x = (self.equation.invars if self.name in _REDUCTIONS else self.equation.outvars)[0].aval
+        return tuple(size for size in getattr(x, "shape", ()) if size > 1)
 
     @property
     def exchanges(self) -> bool:
         """Whether it sends tokens to other devices."""
-        return COLLECTIVES.get(self.name, "").endswith("all_to_all")
+        return self.name in COLLECTIVES and self.scope.endswith(("dispatch", "combine"))
 
     @property
     def turns(self) -> bool:
         """Whether it gives an array another order of dimensions."""
         order = self.equation.params.get("permutation", ()) if self.name == "transpose" else ()
         return tuple(order) != tuple(range(len(order)))
+
+
+def _together(*steps: _Step) -> _Step:
+    """Return several results of one loop as one operation."""
+    reads, makes = (tuple(itertools.chain(*each)) for each in zip(*((x.reads, x.makes) for x in steps), strict=True))
+    return steps[0]._replace(name=_TOGETHER, reads=reads, makes=makes)
 
 
 def widest(loop: JaxprEqn, platform: str) -> Held:
@@ -117,6 +142,24 @@ def widest(loop: JaxprEqn, platform: str) -> Held:
         count, carried = scan_counts(loop)
     bodies = jax.tree.leaves(loop.params[_LOOPS[loop.primitive.name]], is_leaf=_is_program)
     return max((_Body(each.jaxpr, platform, count, carried).widest() for each in bodies), key=lambda held: held.bytes)
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a body.
+
+    Attributes:
+        own: What has to be an array.
+        of: Value -> the arrays that it is made of.
+        made: Array -> the number of the step that makes it.
+        last: Array -> the number of the last step that reads it.
+        sources: Array -> the arrays that it is made of.
+    """
+
+    own: set[int]
+    of: dict[int, frozenset[int]]
+    made: dict[int, int]
+    last: dict[int, int]
+    sources: dict[int, frozenset[int]]
 
 
 class _Body:
@@ -135,6 +178,7 @@ class _Body:
         self.stacked = {x for x in results[carried:] if x is not None} - self.results
         self._drop_unused()
         if platform == "tpu":
+            self._join()
             self._reorder()
         self.maker = {x: step for step in self.steps for x in step.makes}
         self.names = dict.fromkeys(self.slices, "parts of larger arrays")
@@ -219,13 +263,26 @@ class _Body:
 
     def _lives(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return for each array the number of the step that makes it, and that of the last that reads it."""
+        own, of, made, last, _ = self._arrays()
+        for x in self.results:
+            last |= dict.fromkeys(of.get(x, ()), len(self.steps))
+        if self.platform == "tpu":
+            self._delay(own, of, made, last)
+        else:
+            self._keep_gradients(of, made, last)
+        if self.platform == "cpu":
+            self._weights(of, made, last)
+        return made, last
+
+    def _arrays(self) -> _Arrays:
+        """Return the arrays in the order of the steps."""
         own, turned = self._read_as_arrays()
         uses = defaultdict[int, int](int)
         for step in self.steps:
             for x in set(step.reads):
                 uses[x] += 1
         of = {x: frozenset((x,)) for x in self.given}  # value -> the arrays that it is made of
-        made, last = dict[int, int](), dict[int, int]()
+        made, last, sources = dict[int, int](), dict[int, int](), dict[int, frozenset[int]]()
         read_last = {x: number for number, step in enumerate(self.steps) for x in step.reads}
         for number, step in enumerate(self.steps):
             read = frozenset[int]().union(*(of[x] for x in step.reads if x in of))
@@ -243,20 +300,11 @@ class _Body:
                     of[x] = read
                 elif written and read_last[place] == number and written <= made.keys() | self.carried:
                     of[x] = written
-                elif not step.joins or step.name in _REDUCTIONS or (read and (kept or smaller)):
-                    of[x], made[x] = frozenset((x,)), number
+                elif not step.joins or step.ends_loop or (read and (kept or smaller)):
+                    of[x], made[x], sources[x] = frozenset((x,)), number, read
                 else:
                     of[x] = read
-        for x in self.results:
-            last |= dict.fromkeys(of.get(x, ()), len(self.steps))
-        if self.platform == "tpu":
-            self._delay(own, of, made, last)
-            self._keep_sent(last)
-        else:
-            self._keep_gradients(of, made, last)
-        if self.platform == "cpu":
-            self._weights(of, made, last)
-        return made, last
+        return _Arrays(own, of, made, last, sources)
 
     def _read_as_arrays(self) -> tuple[set[int], set[int]]:
         """Return what operations read that join with nothing, and those of it that have to be turned."""
@@ -275,6 +323,54 @@ class _Body:
                     else:
                         strict.update(step.reads)
         return own, turned
+
+    def _join(self) -> None:
+        """Make together, and when the last of what they read is there, results that a TPU makes in one loop."""
+        maker = {x: number for number, step in enumerate(self.steps) for x in step.makes}
+        needs = [{maker[x] for x in step.reads if x in maker} for step in self.steps]
+        before = list[int]()  # bits: which steps a step needs
+        for each in needs:
+            before.append(_union(before[n] | 1 << n for n in each))
+        group: list[tuple[int, ...]] = [(n,) for n in range(len(self.steps))]
+        for pair in self._alike():
+            one, other = (group[maker[x]] for x in pair)
+            both = (*one, *other)
+            members, earlier = _union(1 << n for n in both), _union(before[n] for n in both)
+            if one != other and not members & earlier:
+                before = [x | members | earlier if x & members else x for x in before]
+                for n in both:
+                    group[n], before[n] = both, earlier
+        order = dict[tuple[int, ...], None]()
+        for each in group:
+            waiting = [each]
+            while waiting:
+                missing = {group[m] for n in waiting[-1] for m in needs[n]} - order.keys()
+                if missing:
+                    waiting += sorted(missing, reverse=True)
+                else:
+                    order[waiting.pop()] = None
+        steps = ([self.steps[n] for n in each] for each in order)
+        self.steps = [_together(*each) if len(each) > 1 else each[0] for each in steps]
+
+    def _alike(self) -> list[tuple[int, int]]:
+        """Return pairs of results of equal loops that share what they read: sums first, then by the bytes shared."""
+        found, loops = self._arrays(), defaultdict[tuple[int, ...], list[int]](list)
+        sums, equal, reads = dict[Any, int](), dict[int, int](), dict[int, set[int]]()
+        kept = found.own | self.results | self.stacked
+        for x, read in found.sources.items():
+            step = self.steps[found.made[x]]
+            reads[x] = {equal.get(y, y) for y in read}
+            if step.ends_loop:  # equal sums are made once
+                equal[x] = sums.setdefault((step.name, step.equation.params["axes"], *sorted(reads[x])), x)
+            small = all(self.bytes[y] < _LARGE for y in read)
+            if step.joins and not step.turns and small and (x in kept or step.ends_loop):
+                loops[step.loop].append(x)
+        pairs = list[tuple[bool, int, int, int]]()
+        for one, other in itertools.chain(*(itertools.combinations(each, 2) for each in loops.values())):
+            if shared := reads[one] & reads[other]:
+                are_sums = all(self.steps[found.made[x]].ends_loop for x in (one, other))
+                pairs.append((not are_sums, -sum(self.bytes[x] for x in shared), one, other))
+        return [(one, other) for *_, one, other in sorted(pairs)]
 
     def _reorder(self) -> None:
         """Make the gradients of weights, and what only they need, when a TPU does."""
@@ -317,7 +413,7 @@ class _Body:
             for x in {y for value in step.reads for y in of.get(value, ())}:
                 readers[x].append(number)
         fixed = self.given | self.results | self.stacked
-        joined = [x for x in made if x not in fixed and self.maker[x].joins and self.maker[x].name not in _REDUCTIONS]
+        joined = [x for x in made if x not in fixed and self.maker[x].joins and not self.maker[x].ends_loop]
         sources = {x: {y for value in self.maker[x].reads for y in of.get(value, ())} & made.keys() for x in joined}
         for x in sorted(joined, key=own.__contains__):
             later, then = [each for each in readers[x] if each > made[x]], made[x]
@@ -332,17 +428,6 @@ class _Body:
                 last |= {y: max(last[y], then) for y in sources[x]}
                 if x not in own and len(later) == 1:
                     del made[x]
-
-    def _keep_sent(self, last: dict[int, int]) -> None:
-        """Keep a product that is sent to other devices until what is sent last: a TPU casts both together."""
-        sent = [number for number, step in enumerate(self.steps) if step.exchanges]
-        for number in sent[:-1]:
-            step = self.steps[number]
-            while step is not None and (step.joins or step.exchanges or step.name == "gather"):
-                read = [x for x in step.reads if x in self.maker]
-                step = self.maker[max(read, key=lambda x: (self.bytes[x], -x))] if read else None
-            if step is not None and step.scope.partition("/")[0] == self.steps[number].scope.partition("/")[0]:
-                last |= dict.fromkeys(step.makes, sent[-1])
 
     def _keep_gradients(self, of: Mapping[int, frozenset[int]], made: dict[int, int], last: dict[int, int]) -> None:
         """Make what is summed over devices where the gradient is made that it is a copy of.
@@ -389,9 +474,13 @@ class _Body:
                 return
             step = self.maker[x]
             before = frozenset[int]().union(*(of.get(y, frozenset()) for y in step.reads))
-            if not step.joins or step.name in _REDUCTIONS or len(before) != 1 or x in before:
+            if not step.joins or step.ends_loop or len(before) != 1 or x in before:
                 return
             (x,) = before
+
+
+def _union(bits: Iterable[int]) -> int:
+    return functools.reduce(int.__or__, bits, 0)
 
 
 def _first_carried(each: JaxprEqn) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+import moezoo.parallel.liveness as liveness
 from moezoo.parallel.liveness import widest
 from moezoo.parallel.traces import equations
 
@@ -36,6 +37,21 @@ def loop_bytes(body: Any, platform: str, *xs: int) -> int:
     memory = widest(found, platform)
     assert sum(memory.parts.values()) == memory.bytes
     return memory.bytes
+
+
+def loop_on_four(body: Any) -> Any:
+    """Return the loop over `body(carry, constant)`, which returns what it stacks too, on one of four devices."""
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(c: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda c, _: body(c, w), jax.lax.pcast(c, "x", to="varying"), None, length=3)
+
+    spec = PartitionSpec("x")
+    program = jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec()), out_specs=(spec, spec))
+    shape = jax.ShapeDtypeStruct((N, N), jnp.float32)
+    traced = jax.make_jaxpr(program)(shape, shape)
+    (loop,) = (x.equation for x in equations(traced) if x.equation.primitive.name == "scan")
+    return loop
 
 
 @pytest.mark.parametrize(
@@ -129,7 +145,6 @@ def test_a_tpu_makes_at_once_what_frees_memory(platform, matrices):
 
 def test_a_gpu_has_gradients_of_two_layers():
     """What is summed over devices is there twice: that of the layer before, and the new one."""
-    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
 
     def body(c: Any, w: Any) -> Any:
         gradient = c @ w
@@ -137,13 +152,64 @@ def test_a_gpu_has_gradients_of_two_layers():
             part = jax.lax.psum_scatter(gradient, "x", scatter_dimension=0, tiled=True)
         return c + part.sum(), part
 
-    def local(c: Any, w: Any) -> Any:
-        return jax.lax.scan(lambda c, _: body(c, w), jax.lax.pcast(c, "x", to="varying"), None, length=3)
-
-    spec = PartitionSpec("x")
-    program = jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec()), out_specs=(spec, spec))
-    shape = jax.ShapeDtypeStruct((N, N), jnp.float32)
-    traced = jax.make_jaxpr(program)(shape, shape)
-    (loop,) = (x.equation for x in equations(traced) if x.equation.primitive.name == "scan")
+    loop = loop_on_four(body)
     assert widest(loop, "cuda").parts["gradients of weights"] == 2 * ONE
     assert widest(loop, "cpu").bytes < 2 * ONE
+
+
+def alike(c: Any, w: Any) -> Any:
+    """Both sines read the same sum: a TPU makes them together, so the second product is there beside the first sine."""
+    first = (jnp.sin((c @ w) * w.sum()) @ w).sum()
+    return c + first + (jnp.sin((w @ c) * w.sum()) @ w).sum()
+
+
+def chained(c: Any, w: Any) -> Any:
+    """The second sine needs the first."""
+    total = w.sum()
+    one = jnp.sin((c @ w) * total)
+    return c + (jnp.sin((w @ one) * total) @ w).sum()
+
+
+def other_dimensions(c: Any, w: Any) -> Any:
+    total = w.sum()
+    first = (jnp.sin((c @ w) * total) @ w).sum()
+    return c + first + (jnp.sin((w @ c).reshape(-1) * total) @ w.reshape(-1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("body", "platform", "matrices"),
+    [(alike, "cpu", 2), (alike, "tpu", 3), (chained, "tpu", 2), (other_dimensions, "tpu", 2)],
+)
+def test_a_tpu_makes_results_of_one_loop_together(body, platform, matrices):
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+def test_a_tpu_makes_results_of_large_arrays_one_by_one(monkeypatch):
+    monkeypatch.setattr(liveness, "_LARGE", ONE)
+    assert loop_bytes(alike, "tpu") // ONE == 2
+
+
+def test_a_tpu_makes_sums_together_before_other_results():
+    """Sums of one loop, one of which needs `one`: then `other`, which needs the first sum, is not made with `one`."""
+
+    def body(c: Any, w: Any) -> Any:
+        x = c @ w
+        one = jnp.sin(x * w)
+        first = (x * x).sum(0)
+        second = (x * (one @ w)).sum(0)
+        other = jnp.cos(x * w) * first[None]
+        return c + (other @ w).sum() + second[None]
+
+    assert loop_bytes(body, "tpu") // ONE == 3
+
+
+@pytest.mark.parametrize(("scope", "matrices"), [("dispatch", 3), ("weights", 2)])
+def test_a_tpu_makes_gradients_last_where_tokens_are_exchanged(scope, matrices):
+    def body(c: Any, w: Any) -> Any:
+        one = w @ c
+        other = one @ c
+        with jax.named_scope(scope):
+            tokens = jax.lax.all_gather(c[0, :1], "x")
+        return (other @ w).sum() + c + tokens.sum(), one @ other
+
+    assert widest(loop_on_four(body), "tpu").bytes // ONE == matrices

@@ -20,7 +20,7 @@ from moezoo.training.step_memory import step_footprint
 
 FAMILIES = ("mixtral", "olmoe", "qwen3_moe", "deepseek", "gpt_oss")
 STRATEGIES = ("dense", "capacity", "gather", "ragged", "ring")
-TARGETS = {"v5p": Target("tpu"), "h200": Target("cuda", "9.0")}
+TARGETS = {"v5p": Target("tpu"), "v6e": Target("tpu"), "h200": Target("cuda", "9.0")}
 SMALL = ("batch_size=16", "seq_len=128", "model.max_length=128")
 
 
@@ -162,16 +162,27 @@ PEAKS = {
         "model=mixtral_8x7b rules=tensor mesh.expert=4 mesh.tensor=2 dispatch=ring execution.param_dtype=bfloat16 "
         "batch_size=4 seq_len=4096",
     ),
-    # Compiled after the rules were read from the programs above.
     **{
-        name: (devices, f"model={model} batch_size=32 seq_len=4096")
+        name: (devices, f"model={model} seq_len=4096")
         for name, devices, model in (
-            ("olmoe-v5p-ring", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=ring"),
-            ("deepseek-v5p-ring", "v5p:2x2x2", "deepseek_v2_lite mesh.fsdp=4 mesh.expert=2 dispatch=ring"),
-            ("olmoe-v5p-gather", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=gather"),
-            ("deepseek-h200-gather", "h200", "deepseek_v2_lite mesh.fsdp=8 dispatch=gather"),
+            ("olmoe-v5p-ring", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=ring batch_size=32"),
+            (
+                "deepseek-v5p-ring",
+                "v5p:2x2x2",
+                "deepseek_v2_lite mesh.fsdp=4 mesh.expert=2 dispatch=ring batch_size=32",
+            ),
+            ("olmoe-v5p-gather", "v5p:2x2x2", "olmoe_1b_7b mesh.fsdp=4 mesh.expert=2 dispatch=gather batch_size=32"),
+            ("mixtral-512", "v5p:4x4x4", "mixtral_8x7b mesh.fsdp=64 batch_size=512"),
+            # Compiled after the rules were read from the programs above.
+            ("deepseek-h200-gather", "h200", "deepseek_v2_lite mesh.fsdp=8 dispatch=gather batch_size=32"),
+            ("mixtral-640", "v5p:4x4x4", "mixtral_8x7b mesh.fsdp=64 batch_size=640"),
+            ("qwen3-v5p-ring", "v5p:2x2x4", "qwen3_30b_a3b mesh.fsdp=4 mesh.expert=4 dispatch=ring batch_size=32"),
         )
     },
+    "olmoe-v6e-ring": (
+        "v6e",
+        "model=olmoe_1b_7b mesh.fsdp=2 mesh.expert=4 dispatch=ring batch_size=16 seq_len=2048",
+    ),
 }
 QUICK = ("qwen3-ring", "gpt_oss")
 MARKS = [pytest.mark.full], [pytest.mark.absent, pytest.mark.smoke]
