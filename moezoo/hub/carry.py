@@ -17,8 +17,8 @@ from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.model_folder import Carried, Like, ModelFolder
-from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
+from moezoo.hub.other_names import TEXT, text_config
 from moezoo.hub.plan import Entry, File, Leaving, Plan, Span, few_bit_entries, leaving, make_header
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.values import Values

@@ -19,8 +19,17 @@ from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, 
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.kept import keep
-from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
-from moezoo.hub.other_names import describe_names, find_names, find_rows
+from moezoo.hub.other_names import (
+    NESTED,
+    TEXT,
+    TIED,
+    Nesting,
+    describe_names,
+    find_names,
+    find_nesting,
+    find_rows,
+    text_config,
+)
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others

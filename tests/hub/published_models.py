@@ -10,8 +10,8 @@ import transformers
 from tries import Try, attempt, read_text
 
 from moezoo.errors import UserError
-from moezoo.hub.nested import Nesting, find_nesting
 from moezoo.hub.opening import Described, read_config
+from moezoo.hub.other_names import Nesting, find_nesting
 from moezoo.hub.tensors import tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.blueprint import Blueprint

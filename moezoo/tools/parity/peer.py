@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.nested import NESTED
+from moezoo.hub.other_names import NESTED
 from moezoo.json_files import read_json
 from moezoo.tools.parity.recording import ModuleRecord
 
