@@ -14,7 +14,7 @@ from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
 
 import moezoo
-from moezoo.hub.adapters import read_adapter
+from moezoo.hub.adapter_files import read_adapter
 from moezoo.hub.tensors import arrays_by_path
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import as_arrays
