@@ -11,6 +11,7 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.plan import Entry, File, Plan, Span
+from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
 from moezoo.hub.values import Values
 from moezoo.json_files import open_file
@@ -124,7 +125,7 @@ def _places(work: Path, file: File) -> Iterator[_Place]:
 
 
 def _key(place: _Place, values: Values) -> tuple[Any, ...]:
-    return () if place.entry.own is None else values.key(place.entry.own)
+    return values.key(place.entry.source) if isinstance(place.entry.source, Tensor) else ()
 
 
 class _Output:

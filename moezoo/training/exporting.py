@@ -28,10 +28,10 @@ from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
 from moezoo.hub.adapter_files import MergedValues, read_adapter
 from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, training_of, write_card
+from moezoo.hub.carry import ModelFolder
 from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config
 from moezoo.hub.formats.base import CONFIG
-from moezoo.hub.model_folder import ModelFolder
 from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.plan import Plan
 from moezoo.hub.public_names import last_name, name_of_model, without_paths
