@@ -226,11 +226,11 @@ def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: Lan
     """Raise `UserError` where the model has not the tensors of the folder in the same shapes."""
     if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in expected.items()}:
         return
-    keys = opened.family.hub.keys(text_config(opened.mapping)["model_type"])
     for setting in settings_of(type(model.config)):
         theirs, value = (operator.attrgetter(setting)(config) for config in (opened.config, model.config))
         if value != theirs and not dataclasses.is_dataclass(value):
-            key = f"{opened.nesting.table}{keys[setting]}" if setting in keys else f"model.{setting}"
+            theirs_key = opened.keys.get(setting)
+            key = f"{opened.nesting.table}{theirs_key}" if theirs_key else f"model.{setting}"
             raise _another(opened, f"it has {key}={show(theirs)} and the model {show(value)}")
     name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
     raise _another(opened, f"{name} differs in shape")

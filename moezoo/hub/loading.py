@@ -9,6 +9,7 @@ Threads read and write several pieces at the same time, so few MB are in memory 
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import sys
@@ -106,11 +107,10 @@ def from_pretrained(
         shardings = on_mesh(execution or Execution()).shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
-    model = _load_everywhere(load, where, mesh, upcycle)
+    loaded = _load_everywhere(load, where, mesh, upcycle)
     if adapter is None:
-        return model
-    sha256 = distributed.first(lambda: open_folder(where, upcycle).sha256)
-    return load_adapter(model, adapter, execution, base_sha256=sha256)
+        return loaded.model
+    return load_adapter(loaded.model, adapter, execution, base_sha256=loaded.sha256)
 
 
 def load_as(
@@ -145,7 +145,7 @@ def load_as(
                 f"init_from={folder} is not the folder that the run began with (sha256 {sha256}, and now "
                 f"{opened.sha256}); name that one"
             )
-        opened = opened._replace(config=shapes.config)
+        opened = dataclasses.replace(opened, config=shapes.config)
         holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
         needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
         holdings = [one for one in holdings if any(path in needed for path, _ in one.tensor.parts)]
@@ -154,12 +154,12 @@ def load_as(
         shardings = jax.tree.map(chosen, wanted, shardings, is_leaf=lambda x: x is None)
         return _load(opened, Found(wanted, holdings, unused), shardings, mesh)
 
-    return _load_everywhere(load, folder, mesh, upcycle)
+    return _load_everywhere(load, folder, mesh, upcycle).model
 
 
 def _load_everywhere(
     load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | AbstractMesh | None, upcycle: Upcycle
-) -> Any:
+) -> "_Loaded":
     """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
@@ -169,7 +169,9 @@ def _load_everywhere(
         loaded = load()
     for note in loaded.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=3)
-    return complete(loaded.model, upcycle, loaded.noise) if upcycle.experts else loaded.model
+    if upcycle.experts:
+        loaded = loaded._replace(model=complete(loaded.model, upcycle, loaded.noise))
+    return loaded
 
 
 class _Loaded(NamedTuple):
