@@ -1,10 +1,15 @@
 """Load the model of a Hugging Face folder onto the devices that hold it.
 
-Each process reads the parts of tensors that its own devices hold, each byte once, and writes them where they stay:
+Each process reads the parts of tensors that its own devices hold, each byte once, and writes them where they stay. No
+module here uses one above it:
 
-    tensor in a file -> boxes that devices hold -> region that covers them -> pieces of a few MB -> numbers of devices
-
-Threads read and write several pieces at the same time, so few MB are in memory besides the arrays.
+| module | from a name in a folder to an array on devices |
+|---|---|
+| `loading` | starts all, and reads pieces in threads |
+| `opening`, `other_names` | which model this is, by config.json and headers, and its tensors by the family's names |
+| `holdings`, `few_bits` | how the folder holds a tensor, in numbers or in few bits, and the pieces that are read |
+| `tensors`, `weight_files` | which arrays a tensor has, in which order of dimensions; its bytes in a file |
+| `arrays`, `regions` | the boxes of arrays that devices hold, and where they are written; the bytes that cover them |
 """
 
 import collections

@@ -1,4 +1,13 @@
-"""The numbers of a model's tensors, read one tensor at a time from wherever they are."""
+"""Where the numbers of a new folder come from, one tensor at a time.
+
+What writes a folder asks for each of its tensors, which may be made of several arrays of the model:
+
+| class | reads |
+|---|---|
+| `ModelValues` | a model in memory, and by `moezoo.training.saved_arrays` a checkpoint |
+| `FolderValues` | another folder, also where it has the same arrays in other tensors or in few bits |
+| `moezoo.hub.adapter_files.MergedValues` | one of these, with pairs added |
+"""
 
 import abc
 import itertools
@@ -22,7 +31,8 @@ class Values(abc.ABC):
     """The numbers of a model's tensors.
 
     Attributes:
-        wanted: The arrays of the model, or their shapes, by their paths: what is read has their dtypes.
+        wanted: The arrays of the model, or their shapes, by their paths: what is read has their dtypes. Arrays inside
+            of containers of few bits are there too.
     """
 
     def __init__(self, wanted: Mapping[str, Any]):
@@ -95,14 +105,14 @@ class FolderValues(Values):
 
     def __init__(self, holdings: Iterable[Holding], shapes: LanguageModel):
         super().__init__(arrays_by_path(shapes))
+        # By the parts of the tensor that is asked for: whole tensors of the folder, and what containers have of them.
         self._holdings = {holding.tensor.parts: holding for holding in holdings}
-        # What containers have of weights, by the parts of the tensors of numbers and of scales.
         self._stored: dict[Any, tuple[InFewBits, str]] = {}
         for holding in self._holdings.values():
             if isinstance(holding, InFewBits):
                 few = holding.few
                 self._stored |= {each.parts: (holding, each.name) for each in (few.kept_values, few.kept_scale)}
-        # For tensors of other parts or layouts than any here, as where another folder has experts in other forms.
+        # Tensors of other parts or layouts than any here, as of experts in another form, are made of those of a layer.
         self._of_layer: dict[Any, list[Holding]] = {}
         kept = ((parts, holding) for parts, (holding, _) in self._stored.items())
         for parts, holding in itertools.chain(self._holdings.items(), kept):
