@@ -154,8 +154,8 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
 
     Raises `UserError` where `opened` is of another model, or damaged.
     """
-    found, unused = check_tensors(opened, Blueprint(opened.config).shapes)
-    expected = {holding.plain.name: holding for holding in found}
+    found = check_tensors(opened, Blueprint(opened.config).shapes)
+    expected = {holding.plain.name: holding for holding in found.holdings}
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
     _check_equal(own, {name: holding.plain for name, holding in expected.items()}, model, opened)
@@ -190,7 +190,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
     plan = Plan(written, {**copies, **texts}, values)
-    return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(unused, tuple(files), tuple(skipped))))
+    return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(found.unused, tuple(files), tuple(skipped))))
 
 
 def _entries(leaves: Leaving, expected: Mapping[str, Holding]) -> dict[str, list[Entry]]:

@@ -94,7 +94,7 @@ def from_pretrained(
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
     if not isinstance(upcycle, Upcycle):
         raise UserError(f"upcycle is {describe_class(upcycle)}; write upcycle=moezoo.Upcycle(experts=8, per_token=2)")
-    where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
+    where, target = folder_argument(folder), _dtype_argument(dtype)
     mesh = None if execution is None else execution.mesh
     if isinstance(mesh, AbstractMesh):
         raise UserError(
@@ -103,7 +103,7 @@ def from_pretrained(
 
     def load() -> _Loaded:
         opened = open_folder(where, upcycle)
-        found = find_model(opened, target.name if isinstance(target, np.dtype) else target)
+        found = find_model(opened, target)
         named = {path: x for path, x in arrays_by_path(found.shapes).items() if not upcycle.draws(path)}
         require_names(named, [holding.tensor for holding in found.holdings])
         shapes = found.shapes
@@ -151,13 +151,13 @@ def load_as(
                 f"{opened.sha256}); name that one"
             )
         opened = dataclasses.replace(opened, config=shapes.config)
-        holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
+        found = check_tensors(opened, Blueprint(shapes.config).shapes)
         needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
-        holdings = [one for one in holdings if any(path in needed for path, _ in one.tensor.parts)]
+        holdings = [one for one in found.holdings if any(path in needed for path, _ in one.tensor.parts)]
         shardings = on_mesh(execution or Execution()).shardings(shapes)
         chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
         shardings = jax.tree.map(chosen, wanted, shardings, is_leaf=lambda x: x is None)
-        return _load(opened, Found(wanted, holdings, unused), shardings, mesh)
+        return _load(opened, found._replace(shapes=wanted, holdings=holdings), shardings, mesh)
 
     return _load_everywhere(load, folder, mesh, upcycle).model
 
@@ -297,10 +297,10 @@ class _Progress:
         return f"{self._done / 1e6 / max(time.monotonic() - self._began, 1e-3):,.0f} MB/s"
 
 
-def _parameter_dtype(dtype: DTypeLike) -> np.dtype | Literal["stored"]:
-    """Return the dtype of parameters that the user asked for. Raises `UserError` unless a model can have it."""
-    if isinstance(dtype, str) and dtype == "stored":
-        return "stored"
+def _dtype_argument(dtype: DTypeLike | None) -> str | None:
+    """Return the name of the dtype that the user asked for. Raises `UserError` for one that a model cannot have."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "stored"):
+        return dtype
     valid = sorted({np.dtype(kind).name for kind in DTYPES.values()} | {"stored"})
     try:
         name = jnp.dtype(dtype).name
@@ -308,4 +308,4 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype | Literal["stored"]:
         name = show(dtype)[:80]
     if name not in valid:
         raise UserError(f"dtype={name}: expected one of {', '.join(valid)}")
-    return jnp.dtype(name)
+    return name

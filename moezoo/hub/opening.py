@@ -208,18 +208,18 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
     # To trace a model takes longer than all else here. So its dtype is guessed first from all tensors of the folder.
     guess = dtype or files.guess_dtype().name
     shapes = Blueprint(opened.config, guess).shapes
-    holdings, unused = check_tensors(opened, shapes)
-    counted = [each for each in holdings if not (is_stored and isinstance(each, FewBits))] or holdings
+    found = check_tensors(opened, shapes)
+    counted = [each for each in found.holdings if not (is_stored and isinstance(each, FewBits))] or found.holdings
     common = dtype or common_dtype((each.dtype, math.prod(each.tensor.shape)) for each in counted).name
     shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
     with locating(str(opened.folder)):
-        return Found(keep(shapes, holdings) if is_stored else shapes, holdings, unused)
+        return found._replace(shapes=keep(shapes, found.holdings) if is_stored else shapes)
 
 
-def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:
-    """Return how a folder holds the tensors of a model of these shapes, and its other tensors by purpose.
+def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> Found:
+    """Return a model of these shapes as a folder holds it.
 
-    Raises `UserError` where the folder lacks one, or has another that is not known.
+    Raises `UserError` where the folder lacks a tensor, or has another that is not known.
     """
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     expected = itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000)
@@ -227,7 +227,7 @@ def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holdi
     unused = _check_names(opened, {name for holding in holdings for name in holding.names})
     for holding in holdings:
         holding.check()
-    return holdings, unused
+    return Found(shapes, holdings, unused)
 
 
 def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
