@@ -125,21 +125,22 @@ class _Settings(NamedTuple):
                         f"{path}: {key} has {show(pattern)[:80]}, whose search may never end; write the names of the "
                         "modules, or the ends of their names"
                     )
+        layers = mapping.get("layers_to_transform")
+        layers = [layers] if isinstance(layers, int) else layers
+        targets = mapping.get("target_modules")
         return cls(
-            path,
-            number("r", int, mapping.get("r", 8)),
-            number("lora_alpha", float, mapping.get("lora_alpha", 8)),
-            number("rank_pattern", Mapping[str, int], mapping.get("rank_pattern") or {}),
-            number("alpha_pattern", Mapping[str, float], mapping.get("alpha_pattern") or {}),
-            number("use_rslora", bool, mapping.get("use_rslora", False)),
-            number("peft_version", str | None, mapping.get("peft_version")),
-            tuple(str(name).rpartition(".")[2] for name in mapping.get("target_parameters") or ()),
+            where=path,
+            rank=number("r", int, mapping.get("r", 8)),
+            alpha=number("lora_alpha", float, mapping.get("lora_alpha", 8)),
+            ranks=number("rank_pattern", Mapping[str, int], mapping.get("rank_pattern") or {}),
+            alphas=number("alpha_pattern", Mapping[str, float], mapping.get("alpha_pattern") or {}),
+            by_root=number("use_rslora", bool, mapping.get("use_rslora", False)),
+            version=number("peft_version", str | None, mapping.get("peft_version")),
+            parameters=tuple(str(name).rpartition(".")[2] for name in mapping.get("target_parameters") or ()),
             # A pattern in place of names, which may search for ever, and "all-linear" are not looked at.
-            tuple(map(str, targets)) if isinstance(targets := mapping.get("target_modules"), list) else (),
-            mapping.get("exclude_modules"),
-            number("layers_to_transform", tuple[int, ...], [layers] if isinstance(layers, int) else layers)
-            if (layers := mapping.get("layers_to_transform")) is not None
-            else None,
+            targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
+            excluded=mapping.get("exclude_modules"),
+            layers=None if layers is None else number("layers_to_transform", tuple[int, ...], layers),
         )
 
     def names(self, module: str) -> bool:
