@@ -41,7 +41,7 @@ from moezoo.hub.holdings import Holding, Piece
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
 from moezoo.hub.other_names import FREQUENCIES, check_frequencies
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
-from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, deviations
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, deviations, spread
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -210,7 +210,8 @@ def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | Abst
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
     noise = deviations(holdings, arrays, upcycle)
     boxes = {path: array.begin() for path, array in arrays.items() if not upcycle.draws(path)}
-    odd = _read(sorted(holdings, key=lambda holding: holding.begins), upcycle.spread(boxes), folder)
+    places = spread(boxes) if upcycle.experts else boxes
+    odd = _read(sorted(holdings, key=lambda holding: holding.begins), places, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
     filled = [array.finish() if path in boxes else array.to_draw for path, array in arrays.items()]

@@ -71,20 +71,21 @@ class Upcycle:
         """Return whether the array at a path is a router's, which no dense model has."""
         return self.experts > 0 and ".router." in path
 
-    def spread(self, arrays: Mapping[str, Boxes]) -> Mapping[str, Boxes]:
-        """Return `arrays`, with those of experts [layer, expert, ...] as [layer, 1, ...], which fill all experts."""
-        found = dict(arrays)
-        for path in filter(_is_of_experts, arrays if self.experts else ()):
-            layers, _, *rest = arrays[path].shape
-            boxes: dict[Box, _Each] = {}
-            for (of_layers, (first, last), *inner), target in arrays[path].boxes.items():
-                each = boxes.setdefault((of_layers, (0, 1), *inner), _Each([]))
-                each.targets.extend((expert, target) for expert in range(last - first))
-            found[path] = Boxes((layers, 1, *rest), boxes)
-        return found
-
 
 NOT_UPCYCLED = Upcycle()
+
+
+def spread(arrays: Mapping[str, Boxes]) -> dict[str, Boxes]:
+    """Return `arrays`, with those of experts [layer, expert, ...] as [layer, 1, ...], which fill all experts."""
+    found = dict(arrays)
+    for path in filter(_is_of_experts, arrays):
+        layers, _, *rest = arrays[path].shape
+        boxes: dict[Box, _Each] = {}
+        for (of_layers, (first, last), *inner), target in arrays[path].boxes.items():
+            each = boxes.setdefault((of_layers, (0, 1), *inner), _Each([]))
+            each.targets.extend((expert, target) for expert in range(last - first))
+        found[path] = Boxes((layers, 1, *rest), boxes)
+    return found
 
 
 def _is_of_experts(path: str) -> bool:
