@@ -74,11 +74,11 @@ class Origin(NamedTuple):
         if self.run is not None:
             own = self.run.execution.param_dtype
             return dict(self.run.init_forms) if own == "stored" else {"*": Form(own)}
-        opened = open_folder(self.path, self.upcycle)._replace(config=cfg.model)
+        opened = dataclasses.replace(open_folder(self.path, self.upcycle), config=cfg.model)
         blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
-        holdings, _ = check_tensors(opened, blueprint.shapes)
+        found = check_tensors(opened, blueprint.shapes)
         with locating(str(self.path)):
-            return describe_forms(blueprint, holdings)
+            return describe_forms(blueprint, found.holdings)
 
 
 def run_text_settings(

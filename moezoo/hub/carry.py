@@ -1,34 +1,38 @@
-"""Write a model as a copy of the Hugging Face folder that it was loaded from, with everything the model does not hold.
+"""A folder of a model that is ready to be written: alone, or as a copy of the folder that it was loaded from.
 
-Each file of weights is written as it is there, with the model's own numbers in place of those of the same name. If
-their dtype is the same, even the header of the file is.
+A copy has everything that the model does not hold. Each file of weights is written as it is there, with the
+model's own numbers in place of those of the same name. If their dtype is the same, even the header of the file is.
 """
 
 import dataclasses
 import itertools
+import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
-from moezoo.hub.model_folder import Carried, Like, ModelFolder
-from moezoo.hub.nested import TEXT, text_config
 from moezoo.hub.opening import OpenFolder, check_tensors
+from moezoo.hub.other_names import TEXT, text_config
 from moezoo.hub.plan import Entry, File, Leaving, Plan, Span, few_bit_entries, leaving, make_header
-from moezoo.hub.tensors import Tensor
+from moezoo.hub.tensors import Tensor, count, list_names
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
+from moezoo.hub.writing import Seen, as_bits, ignore, write_folder
 from moezoo.json_files import json_text, open_file, read_bytes, read_json
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.models.hub import settings_of
+from moezoo.parallel import distributed
 from moezoo.typed import show
 
 # Texts, tokenizers and templates. Everything else stays: programs, weights in other formats, and what nobody knows.
@@ -36,13 +40,122 @@ _COPIED = {".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".tiktoken", ".
 _COPIED_NAMES = ("LICENSE", "NOTICE")
 
 
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What a folder has from the one that it was written like.
+
+    Attributes:
+        tensors: Names of tensors that no parameter of the model has, by their purpose.
+        files: Names of files other than weights and config.json, copied as they are.
+        skipped: Names in the other folder that were not copied.
+        changed: Whether the model's own tensors differ from those of the other folder, as after training.
+        rounded: Names of the model's tensors that are those of the other folder in a less precise dtype.
+    """
+
+    tensors: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    changed: bool = False
+    rounded: tuple[str, ...] = ()
+
+
+class Like(NamedTuple):
+    """The folder that a new one is a copy of.
+
+    Attributes:
+        files: Its weights.
+        holdings: The tensors of the model there, by their names.
+        carried: What the new folder has from it, without the comparison of numbers.
+    """
+
+    files: WeightFiles
+    holdings: Mapping[str, Holding]
+    carried: Carried
+
+    def compare(self, name: str, value: np.ndarray) -> tuple[bool, bool]:
+        """Return whether what is written of a tensor is what loading makes of that of this folder, and the reverse."""
+        holding = self.holdings.get(name)
+        if isinstance(holding, FewBits) and value.dtype != np.uint8:
+            stored = holding.read(value.dtype)
+        elif name in self.files.tensors:
+            stored = self.files.read(name)
+        else:
+            stored = np.zeros(0, np.uint8)
+        if value.dtype == np.uint8:
+            same = np.array_equal(as_bits(value), as_bits(stored))
+            return same, same
+        return _same_bits(value, stored), _same_bits(stored, value)
+
+    def notes(self, carried: Carried) -> Iterator[str]:
+        """Yield what a user should know of a copy, given its `carried`.
+
+        That is: which tensors are beside others than those that they were trained with, and which are those of this
+        folder but for rounding.
+        """
+        like = self.files.folder
+        if carried.changed and carried.tensors:
+            parts = (
+                f"{count(names)} from there, for {use}: {list_names(names)}" for use, names in carried.tensors.items()
+            )
+            yield f"the model's weights differ from those of {like}, but {'; '.join(parts)}"
+        wide = [name for name in carried.rounded if self.files.stored_dtype(name) == np.float64]
+        if wide:
+            yield (
+                f"{count(wide)} less precise than in {like}, which has float64; no model is more precise than float32: "
+                f"{list_names(wide)}"
+            )
+        if names := [name for name in carried.rounded if name not in wide]:
+            yield f"{count(names)} less precise than in {like}; dtype=float32 keeps them: {list_names(names)}"
+
+
+class ModelFolder(NamedTuple):
+    """A folder of a model that is ready to be written.
+
+    Attributes:
+        plan: Its files.
+        leaves: How the tensors of the model are written.
+        like: The folder that it is a copy of; None for a folder of the model alone.
+    """
+
+    plan: Plan
+    leaves: Leaving
+    like: Like | None = None
+
+    def write(self, folder: Path, seen: Seen = ignore) -> Carried:
+        """Write the folder, and return what it has from the one that it is like. All processes call this.
+
+        `folder` and `seen` are those of `write_folder`. Raises `UserError` as it does.
+        """
+        if self.like is None:
+            write_folder(folder, self.plan, seen)
+            return Carried()
+        like, changed, rounded = self.like, list[str](), list[str]()
+
+        def compare(name: str, value: np.ndarray) -> None:
+            same, exact = like.compare(name, value)
+            changed.extend([name] * (not same))
+            rounded.extend([name] * (same and not exact))
+            seen(name, value)
+
+        write_folder(folder, self.plan, compare)
+        found = list(map(json.loads, distributed.gather_texts(json.dumps([bool(changed), rounded]))))
+        names = tuple(name for _, names in found for name in names)
+        return dataclasses.replace(like.carried, changed=any(changed for changed, _ in found), rounded=names)
+
+    def notes(self, carried: Carried) -> Iterator[str]:
+        """Yield what a user should know of the folder, given what `write` returned."""
+        if self.like is not None:
+            yield from self.like.notes(carried)
+        yield from self.leaves.notes()
+
+
 def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_to: Format | None) -> ModelFolder:
     """Return how `model`, whose arrays may be shapes, is written as a copy of `opened`.
 
     Raises `UserError` where `opened` is of another model, or damaged.
     """
-    found, unused = check_tensors(opened, Blueprint(opened.config).shapes)
-    expected = {holding.plain.name: holding for holding in found}
+    found = check_tensors(opened, Blueprint(opened.config).shapes)
+    expected = {holding.plain.name: holding for holding in found.holdings}
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}
     _check_equal(own, {name: holding.plain for name, holding in expected.items()}, model, opened)
@@ -77,7 +190,7 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
     for path in copies.values():
         open_file(path).close()  # refuses what is no file
     plan = Plan(written, {**copies, **texts}, values)
-    return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(unused, tuple(files), tuple(skipped))))
+    return ModelFolder(plan, leaves, Like(opened.files, expected, Carried(found.unused, tuple(files), tuple(skipped))))
 
 
 def _entries(leaves: Leaving, expected: Mapping[str, Holding]) -> dict[str, list[Entry]]:
@@ -113,11 +226,11 @@ def _check_equal(own: dict[str, Tensor], expected: dict[str, Tensor], model: Lan
     """Raise `UserError` where the model has not the tensors of the folder in the same shapes."""
     if {name: t.shape for name, t in own.items()} == {name: t.shape for name, t in expected.items()}:
         return
-    keys = opened.family.hub.keys(text_config(opened.mapping)["model_type"])
     for setting in settings_of(type(model.config)):
         theirs, value = (operator.attrgetter(setting)(config) for config in (opened.config, model.config))
         if value != theirs and not dataclasses.is_dataclass(value):
-            key = f"{opened.nesting.table}{keys[setting]}" if setting in keys else f"model.{setting}"
+            theirs_key = opened.keys.get(setting)
+            key = f"{opened.nesting.table}{theirs_key}" if theirs_key else f"model.{setting}"
             raise _another(opened, f"it has {key}={show(theirs)} and the model {show(value)}")
     name = next(name for name in (own | expected) if name not in own or own[name].shape != expected[name].shape)
     raise _another(opened, f"{name} differs in shape")
@@ -229,3 +342,9 @@ def _index(original: Path, written: Sequence[File], retyped: bool) -> bytes:
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
         index["metadata"]["total_size"] = sum(file.tensor_bytes for file in written)
     return json_text(index)
+
+
+def _same_bits(value: np.ndarray, stored: np.ndarray) -> bool:
+    """Return whether `value` is what loading makes of a stored tensor."""
+    with np.errstate(over="ignore"):
+        return np.array_equal(as_bits(value), as_bits(stored.astype(value.dtype)))

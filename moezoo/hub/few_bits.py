@@ -55,14 +55,14 @@ def read_quantization(mapping: Mapping[str, Any]) -> Format | None:
     config = ConfigJson(mapping).table(CONFIG)
     if config is None:
         return None
-    method, table = config.read("quant_method", str), mapping[CONFIG]
+    method = config.read("quant_method", str)
     for key in ("modules_to_not_convert", "ignore", "dequantize", "version"):
         config.get(key)
     for form in FORMATS:
-        if (found := form.read(config, table)) is not None:
+        if (found := form.read(config)) is not None:
             return found
     key = _SCHEMES.get(method, "quant_method")
-    raise refuse(f".{key}={show(table.get(key))[:80]}")
+    raise refuse(f".{key}={show(config.get(key))[:80]}")
 
 
 def read_modelopt_file(folder: Path) -> Format | None:

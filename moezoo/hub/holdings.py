@@ -9,12 +9,13 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.arrays import Boxes, OnHost, Target, are_finite
 from moezoo.hub.formats.base import FewBitTensor
 from moezoo.hub.regions import Box, Interval, Region
 from moezoo.hub.tensors import Tensor
@@ -23,32 +24,6 @@ from moezoo.nn.few_bits import as_float32
 
 _LEAST_PIECE = 2**16  # bytes that are read at once
 _SAFE_SCALE = 2.0**118  # no number of few bits times a smaller scale is infinite: the largest of all formats is 448
-
-
-class Target(Protocol):
-    """The numbers of one box of an array, for all devices of this process that hold it."""
-
-    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
-        """Write `values`, which have the last dimensions of the box, at these indices; return whether they fit.
-
-        Values that are finite and too large for the dtype do not fit. Threads may write different parts at once.
-        """
-        ...
-
-
-@runtime_checkable
-class Boxes(Protocol):
-    """An array: the boxes of it that devices of this process hold."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array."""
-        ...
-
-    @property
-    def boxes(self) -> Mapping[Box, Target]:
-        """Each box once, and where its numbers go."""
-        ...
 
 
 class Piece(NamedTuple):
@@ -177,7 +152,7 @@ class Holding(abc.ABC):
 
     def read(self, dtype: np.dtype) -> np.ndarray:
         """Return `plain`. A number too large for `dtype` becomes infinite."""
-        parts = [_Whole(shape, dtype) for shape in self.tensor.shapes]
+        parts = [OnHost(shape, dtype) for shape in self.tensor.shapes]
         places = [_Place(i, (), tuple((0, n) for n in part.numbers.shape), part) for i, part in enumerate(parts)]
         for piece in self._pieces(places):
             for part in piece.cut(2**22):
@@ -185,34 +160,14 @@ class Holding(abc.ABC):
         return self.plain.to_file([part.numbers for part in parts])
 
 
-class _Whole:
-    """A part in the host's memory."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype):
-        self.numbers = np.empty(shape, dtype)
-
-    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
-        """Write values at these indices."""
-        inner = len(at) - values.ndim
-        self.numbers[*at[:inner], *(slice(i, i + n) for i, n in zip(at[inner:], values.shape, strict=True))] = values
-        return True
-
-
-class _Array(NamedTuple):
-    """An array of which one box is in the host's memory."""
-
-    shape: tuple[int, ...]
-    boxes: Mapping[Box, Target]
-
-
 def read_part(
     holdings: Iterable[Holding], path: str, shape: tuple[int, ...], index: tuple[int, ...], dtype: np.dtype
 ) -> np.ndarray:
     """Return what `holdings` have, each some of it, at an index of the array of this path and shape."""
     box = (*((i, i + 1) for i in index), *((0, n) for n in shape[len(index) :]))
-    part = _Whole(tuple(end - start for start, end in box), dtype)
+    part = OnHost(tuple(end - start for start, end in box), dtype)
     for holding in holdings:
-        for piece in holding.pieces({path: _Array(shape, {box: part})}):
+        for piece in holding.pieces({path: Boxes(shape, {box: part})}):
             for some in piece.cut(2**22):
                 some.read()
     return part.numbers.reshape(shape[len(index) :])
@@ -440,10 +395,3 @@ def _indices(few: FewBitTensor, chosen: Sequence[Sequence[Interval]]) -> tuple[n
         numbers = np.arange(math.prod(dims[first:last])).reshape(dims[first:last])
         found.append(numbers[np.ix_(*map(_numbers_of, chosen[first:last]))].reshape(-1))
     return _numbers_of(chosen[0]) if lead else np.zeros(1, int), *found
-
-
-def are_finite(numbers: np.ndarray) -> bool:
-    """Return whether all numbers are finite."""
-    if numbers.dtype.name == "bfloat16":  # NumPy has no fast loop for it.
-        return bool(((numbers.view(np.uint16) & 0x7F80) != 0x7F80).all())
-    return bool(np.isfinite(numbers).all())

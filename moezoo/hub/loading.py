@@ -1,42 +1,47 @@
 """Load the model of a Hugging Face folder onto the devices that hold it.
 
-Each process reads the parts of tensors that its own devices hold, each byte once, and writes them where they stay:
+Each process reads the parts of tensors that its own devices hold, each byte once, and writes them where they stay. No
+module here uses one above it:
 
-    tensor in a file -> boxes that devices hold -> region that covers them -> pieces of a few MB -> numbers of devices
-
-Threads read and write several pieces at the same time, so few MB are in memory besides the arrays.
+| module | from a name in a folder to an array on devices |
+|---|---|
+| `loading` | starts all, and reads pieces in threads |
+| `opening`, `other_names` | which model this is, by config.json and headers, and its tensors by the family's names |
+| `holdings`, `few_bits` | how the folder holds a tensor, in numbers or in few bits, and the pieces that are read |
+| `tensors`, `weight_files` | which arrays a tensor has, in which order of dimensions; its bytes in a file |
+| `arrays`, `regions` | the boxes of arrays that devices hold, and where they are written; the bytes that cover them |
 """
 
 import collections
+import contextlib
+import dataclasses
 import functools
 import itertools
-import math
-import threading
+import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, describe_class
 from moezoo.host import check_host
 from moezoo.hub.adapters import load_adapter
-from moezoo.hub.holdings import Boxes, Holding, Piece, Target, are_finite
-from moezoo.hub.loading_progress import LoadingProgress
-from moezoo.hub.nested import FREQUENCIES
+from moezoo.hub.arrays import Arriving, Boxes
+from moezoo.hub.holdings import Holding, Piece
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
-from moezoo.hub.other_names import check_frequencies
-from moezoo.hub.regions import Box
+from moezoo.hub.other_names import FREQUENCIES, check_frequencies
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
-from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, copied, deviations
+from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, deviations, spread
 from moezoo.hub.weight_files import DTYPES
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -45,11 +50,12 @@ from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
 from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.progress import bar_on
 from moezoo.typed import show
 
 _THREADS = 4
 _LARGEST_PIECE = 2**22  # bytes
-_ALIGNED = 64  # JAX takes over an array in host memory that begins at a multiple of so many bytes, without a copy.
+_LEAST_SHOWN = 2**28  # bytes of a load whose progress is shown
 
 
 def from_pretrained(
@@ -88,7 +94,7 @@ def from_pretrained(
         check_type("execution", execution, Execution, "take one from moezoo.execution(cfg)")
     if not isinstance(upcycle, Upcycle):
         raise UserError(f"upcycle is {describe_class(upcycle)}; write upcycle=moezoo.Upcycle(experts=8, per_token=2)")
-    where, target = folder_argument(folder), None if dtype is None else _parameter_dtype(dtype)
+    where, target = folder_argument(folder), _dtype_argument(dtype)
     mesh = None if execution is None else execution.mesh
     if isinstance(mesh, AbstractMesh):
         raise UserError(
@@ -97,7 +103,7 @@ def from_pretrained(
 
     def load() -> _Loaded:
         opened = open_folder(where, upcycle)
-        found = find_model(opened, target.name if isinstance(target, np.dtype) else target)
+        found = find_model(opened, target)
         named = {path: x for path, x in arrays_by_path(found.shapes).items() if not upcycle.draws(path)}
         require_names(named, [holding.tensor for holding in found.holdings])
         shapes = found.shapes
@@ -106,11 +112,10 @@ def from_pretrained(
         shardings = on_mesh(execution or Execution()).shardings(shapes)
         return _load(opened, found._replace(shapes=shapes), shardings, mesh)
 
-    model = _load_everywhere(load, where, mesh, upcycle)
+    loaded = _load_everywhere(load, where, mesh, upcycle)
     if adapter is None:
-        return model
-    sha256 = distributed.first(lambda: open_folder(where, upcycle).sha256)
-    return load_adapter(model, adapter, execution, base_sha256=sha256)
+        return loaded.model
+    return load_adapter(loaded.model, adapter, execution, base_sha256=loaded.sha256)
 
 
 def load_as(
@@ -145,21 +150,21 @@ def load_as(
                 f"init_from={folder} is not the folder that the run began with (sha256 {sha256}, and now "
                 f"{opened.sha256}); name that one"
             )
-        opened = opened._replace(config=shapes.config)
-        holdings, unused = check_tensors(opened, Blueprint(shapes.config).shapes)
+        opened = dataclasses.replace(opened, config=shapes.config)
+        found = check_tensors(opened, Blueprint(shapes.config).shapes)
         needed = {path: x for path, x in arrays_by_path(wanted).items() if jax.tree.leaves(x)}
-        holdings = [one for one in holdings if any(path in needed for path, _ in one.tensor.parts)]
+        holdings = [one for one in found.holdings if any(path in needed for path, _ in one.tensor.parts)]
         shardings = on_mesh(execution or Execution()).shardings(shapes)
         chosen = lambda x, sharding: None if x is None else sharding  # noqa: E731
         shardings = jax.tree.map(chosen, wanted, shardings, is_leaf=lambda x: x is None)
-        return _load(opened, Found(wanted, holdings, unused), shardings, mesh)
+        return _load(opened, found._replace(shapes=wanted, holdings=holdings), shardings, mesh)
 
-    return _load_everywhere(load, folder, mesh, upcycle)
+    return _load_everywhere(load, folder, mesh, upcycle).model
 
 
 def _load_everywhere(
     load: Callable[[], "_Loaded"], folder: Path, mesh: Mesh | AbstractMesh | None, upcycle: Upcycle
-) -> Any:
+) -> "_Loaded":
     """Return what `load` does on every process that has devices of the mesh, and warn of what a user should know."""
     if mesh is not None and mesh.is_multi_process:
         loaded = distributed.together(load)
@@ -169,7 +174,9 @@ def _load_everywhere(
         loaded = load()
     for note in loaded.notes:
         warnings.warn(f"{folder}: {note}", stacklevel=3)
-    return complete(loaded.model, upcycle, loaded.noise) if upcycle.experts else loaded.model
+    if upcycle.experts:
+        loaded = loaded._replace(model=complete(loaded.model, upcycle, loaded.noise))
+    return loaded
 
 
 class _Loaded(NamedTuple):
@@ -193,12 +200,8 @@ def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | Abst
     folder, upcycle = opened.folder, opened.upcycle
     check_frequencies(opened.files, unused.get(FREQUENCIES, ()), shapes)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
-    arrays = {
-        jax.tree_util.keystr(path).lstrip("."): _Arriving(shape, sharding)
-        for (path, shape), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True
-        )
-    }
+    leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True)
+    arrays = {jax.tree_util.keystr(path).lstrip("."): Arriving(shape, where) for (path, shape), where in leaves}
     what = f"{folder}: the model in {jax.tree.leaves(shapes)[0].dtype.name}"
     advice = "load it on a machine with more memory"
     if all(array.is_on_host for array in arrays.values()):
@@ -206,15 +209,13 @@ def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | Abst
     else:
         check_devices(what, sum(array.size_per_device for array in arrays.values()), mesh, advice)
     noise = deviations(holdings, arrays, upcycle)
-    for path, array in arrays.items():
-        if not upcycle.draws(path):
-            array.begin()
-    places = copied(arrays) if upcycle.experts else arrays
+    boxes = {path: array.begin() for path, array in arrays.items() if not upcycle.draws(path)}
+    places = spread(boxes) if upcycle.experts else boxes
     odd = _read(sorted(holdings, key=lambda holding: holding.begins), places, folder)
     if odd:
         notes.append(f"tensors with NaN or infinities: {list_names(odd)}")
-    leaves = [array.to_draw if upcycle.draws(path) else array.finish() for path, array in arrays.items()]
-    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), leaves), notes, opened.sha256, noise)
+    filled = [array.finish() if path in boxes else array.to_draw for path, array in arrays.items()]
+    return _Loaded(jax.tree.unflatten(jax.tree.structure(shapes), filled), notes, opened.sha256, noise)
 
 
 def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path) -> list[str]:
@@ -222,13 +223,13 @@ def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path
     largest = max((holding.size for holding in holdings), default=0)
     most = min(max(largest // (2 * _THREADS), 2**20), _LARGEST_PIECE)
     pieces = [piece for holding in holdings for piece in holding.pieces(arrays)]
-    sizes: dict[str, int] = {}
+    sizes = collections.Counter[str]()
     for piece in pieces:
-        sizes[piece.name] = sizes.get(piece.name, 0) + piece.size
+        sizes[piece.name] += piece.size
     odd: dict[str, None] = {}
     waiting = collections.deque[tuple[Piece, Future[bool]]]()
     total = sum(holding.size for holding in holdings)
-    with ThreadPoolExecutor(_THREADS) as pool, LoadingProgress(folder, total, sizes) as progress:
+    with ThreadPoolExecutor(_THREADS) as pool, _Progress(folder, total, sizes) as progress:
 
         def finish() -> None:
             piece, future = waiting.popleft()
@@ -248,118 +249,59 @@ def _read(holdings: Sequence[Holding], arrays: Mapping[str, Boxes], folder: Path
     return list(odd)
 
 
-class _Numbers(Target, Protocol):
-    """The numbers of one box of an array, for all devices of this process that hold it."""
+class _Progress:
+    """How far loading is, on stderr: a bar on a terminal, elsewhere one line at the end; neither for few bytes.
 
-    def finish(self) -> list[jax.Array]:
-        """Return an array for each device."""
-        ...
+    Of several processes only the first prints.
 
-
-class _OnHost:
-    """Numbers for CPU devices, which take over the memory that they are written to. No program may donate it."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[Any]):
-        raw = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNED, np.uint8)
-        start = -raw.ctypes.data % _ALIGNED
-        self._numbers = raw[start : len(raw) - _ALIGNED + start].view(dtype).reshape(shape)
-        self._devices = devices
-
-    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
-        """Write into the memory."""
-        inner = len(at) - values.ndim
-        where = (*at[:inner], *(slice(i, i + n) for i, n in zip(at[inner:], values.shape, strict=True)))
-        target = self._numbers[where]
-        # XLA transposes several times as fast as NumPy. JAX has no float64.
-        has_order = values.flags.c_contiguous or values.dtype == np.float64
-        target[...] = values if has_order else np.asarray(jax.device_put(values, self._devices[0]))
-        return np.can_cast(values.dtype, target.dtype) or are_finite(target)
-
-    def finish(self) -> list[jax.Array]:
-        """Give the memory to the devices, which share it: nothing writes to it any more."""
-        return [jax.device_put(self._numbers, device) for device in self._devices]
-
-
-class _OnDevices:
-    """Numbers on other devices: each piece is sent, and put into an array by a program that donates it."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: Sequence[Any]):
-        self._dtype, self._lock = dtype, threading.Lock()
-        empty = functools.partial(jnp.empty, shape, dtype)
-        self._arrays = [jax.jit(empty, out_shardings=SingleDeviceSharding(device))() for device in devices]
-
-    def write(self, values: np.ndarray, at: tuple[int, ...]) -> bool:
-        """Send the piece and wait for it, so that few are in memory."""
-        piece = np.ascontiguousarray(values.astype(self._dtype, copy=False))
-        whole = piece.reshape((1,) * (len(at) - piece.ndim) + piece.shape)
-        with self._lock:
-            for i, array in enumerate(self._arrays):
-                self._arrays[i] = _put(array, jax.device_put(whole, array.sharding), [np.int32(n) for n in at])
-            jax.block_until_ready(self._arrays)
-        return np.can_cast(values.dtype, piece.dtype) or are_finite(piece)
-
-    def finish(self) -> list[jax.Array]:
-        """Return the arrays."""
-        return self._arrays
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(array: jax.Array, piece: jax.Array, at: Sequence[jax.Array]) -> jax.Array:
-    return lax.dynamic_update_slice(array, piece, at)
-
-
-class _Arriving:
-    """An array of the model while its numbers are read.
-
-    Attributes:
-        boxes: The boxes that devices of this process hold, and their numbers; of several devices that hold the same
-            box, it is here once. Empty before `begin`.
+    Args:
+        folder: The folder that is loaded.
+        size: The bytes of all tensors.
+        read: The bytes that this process reads of each tensor of which it reads something, by name.
     """
 
-    def __init__(self, shape: jax.ShapeDtypeStruct, sharding: Sharding):
-        self._shape, self._sharding, self.boxes = shape, sharding, dict[Box, _Numbers]()
-        self.shape = shape.shape
-        self._devices: dict[Box, list[Any]] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
-            cut = zip(index or (), shape.shape, strict=True)
-            self._devices.setdefault(tuple(part.indices(size)[:2] for part, size in cut), []).append(device)
+    def __init__(self, folder: Path, size: int, read: Mapping[str, int]):
+        self._folder, self._size, self._read = folder, size, read
+        self._done, self._seen = 0, set[str]()
+        self._shows, self._held = size >= _LEAST_SHOWN and distributed.is_first(), contextlib.ExitStack()
+        self._bar: Any = None
 
-    @property
-    def is_on_host(self) -> bool:
-        """Whether its devices are CPUs."""
-        return all(device.platform == "cpu" for device in self._sharding.device_set)
+    def __enter__(self) -> "_Progress":
+        self._began = time.monotonic()
+        if self._shows and (bar := self._held.enter_context(bar_on(sys.stderr))):
+            # In bytes, because tensors differ in size, and the time left follows from what is done.
+            total = sum(self._read.values())
+            self._bar, self._task = bar, bar.add_task("", total=total / 1e6, unit="MB")
+        return self
 
-    @property
-    def size_per_device(self) -> int:
-        """The bytes that a device holds."""
-        return math.prod(self._sharding.shard_shape(self._shape.shape)) * self._shape.dtype.itemsize
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+        if self._shows and self._bar is None and error is None:
+            seconds = time.monotonic() - self._began
+            read = f"{self._done / 1e9:.2f} of {self._size / 1e9:.2f} GB"
+            print(
+                f"loaded {self._folder}: {len(self._seen)} tensors, {read}, {self._speed()}, {seconds:.1f} s",
+                file=sys.stderr,
+            )
 
-    @property
-    def size(self) -> int:
-        """The bytes that CPU devices of this process hold together; those that hold the same box share its memory."""
-        return self.size_per_device * len(self._devices)
+    def add(self, name: str, size: int) -> None:
+        """Show that `size` bytes of a tensor are read."""
+        self._done += size
+        self._seen.add(name)
+        if self._bar is not None:
+            text = f"{len(self._seen)} of {len(self._read)} tensors, {self._speed()}"
+            self._bar.update(self._task, completed=self._done / 1e6, description=text)
 
-    @property
-    def to_draw(self) -> jax.ShapeDtypeStruct:
-        """Its shape and layout, where its numbers are not in the folder."""
-        return jax.ShapeDtypeStruct(self.shape, self._shape.dtype, sharding=self._sharding)
-
-    def begin(self) -> None:
-        """Make room for the numbers."""
-        kind = _OnHost if self.is_on_host else _OnDevices
-        shape = self._sharding.shard_shape(self._shape.shape)
-        self.boxes = {box: kind(shape, self._shape.dtype, devices) for box, devices in self._devices.items()}
-
-    def finish(self) -> jax.Array:
-        """Return the array."""
-        parts = [array for numbers in self.boxes.values() for array in numbers.finish()]
-        return jax.make_array_from_single_device_arrays(self._shape.shape, self._sharding, parts)
+    def _speed(self) -> str:
+        return f"{self._done / 1e6 / max(time.monotonic() - self._began, 1e-3):,.0f} MB/s"
 
 
-def _parameter_dtype(dtype: DTypeLike) -> np.dtype | Literal["stored"]:
-    """Return the dtype of parameters that the user asked for. Raises `UserError` unless a model can have it."""
-    if isinstance(dtype, str) and dtype == "stored":
-        return "stored"
+def _dtype_argument(dtype: DTypeLike | None) -> str | None:
+    """Return the name of the dtype that the user asked for. Raises `UserError` for one that a model cannot have."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "stored"):
+        return dtype
     valid = sorted({np.dtype(kind).name for kind in DTYPES.values()} | {"stored"})
     try:
         name = jnp.dtype(dtype).name
@@ -367,4 +309,4 @@ def _parameter_dtype(dtype: DTypeLike) -> np.dtype | Literal["stored"]:
         name = show(dtype)[:80]
     if name not in valid:
         raise UserError(f"dtype={name}: expected one of {', '.join(valid)}")
-    return jnp.dtype(name)
+    return name

@@ -19,8 +19,17 @@ from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, 
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.kept import keep
-from moezoo.hub.nested import NESTED, TEXT, TIED, Nesting, find_nesting, text_config
-from moezoo.hub.other_names import describe_names, find_names, find_rows
+from moezoo.hub.other_names import (
+    NESTED,
+    TEXT,
+    TIED,
+    Nesting,
+    describe_names,
+    find_names,
+    find_nesting,
+    find_rows,
+    text_config,
+)
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
@@ -35,22 +44,44 @@ _DIFFERENT = "the files belong to different models"
 _PIECE = 2**24  # bytes of two tables that are compared at a time
 
 
-class OpenFolder(NamedTuple):
-    """A folder before its tensors are read.
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A folder as its config.json describes it.
 
-    `mapping`: its config.json. `config`: that of the text model. `hub`: the family's mapping for it, with the rows of
-    tensors that the folder has. `upcycle`: what becomes of a dense model.
+    Attributes:
+        folder: The folder.
+        mapping: Its config.json.
+        is_nested: Whether that is of a model around the text model.
+        family: The family of the text model.
+        hub: The family's mapping for it.
+        config: Its configuration.
+        quantization: The format of its weights of few bits; None where none is stated.
+        keys: Our settings and the keys that hold their values, for messages.
+        upcycle: What becomes of a dense model.
     """
 
     folder: Path
     mapping: Mapping[str, Any]
+    is_nested: bool
     family: Family
     hub: Hub
     config: ModelConfig
     quantization: Format | None
+    keys: Mapping[str, str]
+    upcycle: Upcycle
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenFolder(Described):
+    """A folder before its tensors are read.
+
+    Attributes:
+        files: Its files of weights. `hub` has the rows of their tensors.
+        nesting: Where its text model is.
+    """
+
     files: WeightFiles
     nesting: Nesting
-    upcycle: Upcycle
 
     @property
     def tables(self) -> tuple[str, str]:
@@ -96,21 +127,6 @@ def describe_download(folder: Path) -> str:
     return f"; a model of this name is downloaded with: hf download {folder} --local-dir {folder.name}"
 
 
-class Described(NamedTuple):
-    """What the config.json of a folder describes, as in `OpenFolder`.
-
-    `keys`: our settings and the keys that hold their values, for messages.
-    """
-
-    mapping: Mapping[str, Any]
-    is_nested: bool
-    family: Family
-    hub: Hub
-    config: ModelConfig
-    quantization: Format | None
-    keys: Mapping[str, str]
-
-
 def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
     """Return what the config.json of a folder describes, with `upcycle` as the mixture of experts that it becomes.
 
@@ -149,7 +165,7 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         )
     quantization = quantization or inner or read_modelopt_file(folder)
     config = upcycle.widen(config) if upcycle.experts else config
-    return Described(mapping, text is not mapping, family, hub, config, quantization, keys)
+    return Described(folder, mapping, text is not mapping, family, hub, config, quantization, keys, upcycle)
 
 
 def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
@@ -157,13 +173,12 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
 
     With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
     """
-    mapping, is_nested, family, hub, config, quantization, keys = read_config(folder, upcycle)
-    files = WeightFiles(folder)
-    files.rename(find_names(files.tensors, is_nested, folder))
-    nesting = find_nesting(mapping, files.tensors, folder) if is_nested else Nesting()
-    hub = find_rows(hub, config, nesting, files.tensors)
-    opened = OpenFolder(folder, mapping, family, hub, config, quantization, files, nesting, upcycle)
-    _check_counts(opened, keys)
+    described, files = read_config(folder, upcycle), WeightFiles(folder)
+    files.rename(find_names(files.tensors, described.is_nested, folder))
+    nesting = find_nesting(described.mapping, files.tensors, folder) if described.is_nested else Nesting()
+    hub = find_rows(described.hub, described.config, nesting, files.tensors)
+    opened = OpenFolder(**vars(dataclasses.replace(described, hub=hub)), files=files, nesting=nesting)
+    _check_counts(opened)
     return opened
 
 
@@ -193,18 +208,18 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
     # To trace a model takes longer than all else here. So its dtype is guessed first from all tensors of the folder.
     guess = dtype or files.guess_dtype().name
     shapes = Blueprint(opened.config, guess).shapes
-    holdings, unused = check_tensors(opened, shapes)
-    counted = [each for each in holdings if not (is_stored and isinstance(each, FewBits))] or holdings
+    found = check_tensors(opened, shapes)
+    counted = [each for each in found.holdings if not (is_stored and isinstance(each, FewBits))] or found.holdings
     common = dtype or common_dtype((each.dtype, math.prod(each.tensor.shape)) for each in counted).name
     shapes = shapes if common == guess else Blueprint(opened.config, common).shapes
     with locating(str(opened.folder)):
-        return Found(keep(shapes, holdings) if is_stored else shapes, holdings, unused)
+        return found._replace(shapes=keep(shapes, found.holdings) if is_stored else shapes)
 
 
-def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holding], dict[str, list[str]]]:
-    """Return how a folder holds the tensors of a model of these shapes, and its other tensors by purpose.
+def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> Found:
+    """Return a model of these shapes as a folder holds it.
 
-    Raises `UserError` where the folder lacks one, or has another that is not known.
+    Raises `UserError` where the folder lacks a tensor, or has another that is not known.
     """
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     expected = itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000)
@@ -212,7 +227,7 @@ def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> tuple[list[Holdi
     unused = _check_names(opened, {name for holding in holdings for name in holding.names})
     for holding in holdings:
         holding.check()
-    return holdings, unused
+    return Found(shapes, holdings, unused)
 
 
 def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
@@ -245,7 +260,7 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Up
     return kinds[kind]
 
 
-def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
+def _check_counts(opened: OpenFolder) -> None:
     """Raise `UserError` where config.json has many more layers or experts than the files, before any of them is built.
 
     A few are built, so that the missing tensors can be listed.
@@ -257,8 +272,9 @@ def _check_counts(opened: OpenFolder, keys: Mapping[str, str]) -> None:
         found = {m[1] for name in opened.files.tensors if (m := re.match(rf"(?:{ways})(\d+)", name))}
         wanted = getattr(opened.config, ours)
         if heads and wanted > len(found) + 100:
+            key = opened.nesting.table + opened.keys[ours]
             raise UserError(
-                f"{opened.folder}: config.json has {opened.nesting.table}{keys[ours]}={wanted}, but the safetensors "
+                f"{opened.folder}: config.json has {key}={wanted}, but the safetensors "
                 f"hold {len(found)} {ours}; {describe_names(opened.files.tensors, ()) if not found else _DIFFERENT}"
             )
 

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.hub.arrays import are_finite
 from moezoo.hub.few_bits import stating
 from moezoo.hub.formats.base import CONFIG, FewBitTensor, Format, outputs_first
-from moezoo.hub.rounding import rounded_scale, rounded_values
 from moezoo.hub.tensors import Tensor, is_of_products
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import DTYPES, common_dtype
 from moezoo.nn.few_bits import FewBits
-from moezoo.parallel.axes import Role
+from moezoo.parallel.axes import Axes, Role
 
 GENERATION = "generation_config.json"
 METADATA = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
@@ -38,13 +40,6 @@ class Span(NamedTuple):
     start: int
 
 
-class Made(NamedTuple):
-    """What `make` makes of a tensor of the model."""
-
-    tensor: Tensor
-    make: Callable[[np.ndarray], np.ndarray]
-
-
 class Entry(NamedTuple):
     """A tensor of a file.
 
@@ -53,28 +48,24 @@ class Entry(NamedTuple):
         dtype: Its dtype in safetensors' words.
         shape: Its shape.
         size: Its bytes.
-        source: Where these come from: a tensor of the model, what is made of one, a function that returns the numbers
-            on the process of a number, and None in the others, a part of another file, or the bytes themselves.
+        source: Where these come from: a tensor of the model, a function that returns the numbers on the process of a
+            number, and None in the others, a part of another file, or the bytes themselves.
+        make: What is made of the tensor of the model; None for itself.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     size: int
-    source: Tensor | Made | Callable[[int], np.ndarray | None] | Span | bytes
-
-    @property
-    def own(self) -> Tensor | None:
-        """The tensor of the model that is read; None where there is none."""
-        source = self.source.tensor if isinstance(self.source, Made) else self.source
-        return source if isinstance(source, Tensor) else None
+    source: Tensor | Callable[[int], np.ndarray | None] | Span | bytes
+    make: Callable[[np.ndarray], np.ndarray] | None = None
 
     def read(self, values: Values, process: int) -> np.ndarray | None:
         """Return what is written of the model, on `process` alone. All must make the same calls."""
         if callable(self.source):
             return self.source(process)
-        found = None if self.own is None else values.read(self.own, process)
-        return self.source.make(found) if isinstance(self.source, Made) and found is not None else found
+        found = values.read(self.source, process) if isinstance(self.source, Tensor) else None
+        return found if found is None or self.make is None else self.make(found)
 
 
 class File(NamedTuple):
@@ -134,17 +125,47 @@ def few_bit_entries(few: FewBitTensor, values: Values) -> list[Entry]:
     word = next(codes) if scale_dtype == np.uint8 else _NAMES[scale_dtype]
     numbers, scale = math.prod(few.tensor.shape), math.prod(few.scale_shape) * scale_dtype.itemsize
     shape = few.scale_shape if form.has_blocks or few.lead else ()
-    of_values, of_scale = few.kept_values, few.kept_scale
+    of_values, of_scale, make_values, make_scale = few.kept_values, few.kept_scale, None, None
     if not kept:
-        of_values, of_scale = (
-            Made(few.plain, functools.partial(make, few)) for make in (rounded_values, rounded_scale)
-        )
+        of_values = of_scale = few.plain
+        make_values, make_scale = functools.partial(_rounded_values, few), functools.partial(_rounded_scale, few)
     entries = [
-        Entry(few.values, form.KIND, few.values_shape, numbers // form.CONTAINER.PER_BYTE, of_values),
-        Entry(few.scale, word, shape, scale, of_scale),
+        Entry(few.values, form.KIND, few.values_shape, numbers // form.CONTAINER.PER_BYTE, of_values, make_values),
+        Entry(few.scale, word, shape, scale, of_scale, make_scale),
     ]
     bits = np.array(few.matrix, "<i8").tobytes()
     return entries + [Entry(few.tensor.name + end, "I64", (2,), len(bits), bits) for end in form.SHAPES]
+
+
+def _rounded_values(few: FewBitTensor, weight: np.ndarray) -> np.ndarray:
+    """Return the numbers of a weight in few bits, as bytes, from the weight as a file has it in numbers."""
+    return np.ascontiguousarray(np.asarray(_round(few, weight).values).swapaxes(-1, -2))
+
+
+def _rounded_scale(few: FewBitTensor, weight: np.ndarray) -> np.ndarray:
+    """Return its scales of blocks [..., outputs, inputs], from those of pieces [..., inputs, outputs]."""
+    scale = np.asarray(_round(few, weight).scale).swapaxes(-1, -2)
+    at = []
+    for numbers, pieces, size in zip(few.matrix, scale.shape[-2:], few.block, strict=True):
+        at.append(np.arange(0, numbers, size) * pieces // numbers)
+    return np.ascontiguousarray(scale[..., at[0][:, None], at[1]])
+
+
+def _round(few: FewBitTensor, weight: np.ndarray) -> FewBits:
+    """Return a weight rounded to few bits, as `docs/numbers.md` defines it. Raises `UserError` unless it is finite."""
+    if not are_finite(weight):
+        raise UserError(
+            f"format={few.format.NAME}: {few.plain.name} has NaN or infinities, which have no rounding; leave "
+            "format out"
+        )
+    whole = weight if few.plain.layout == "alternating" else weight.swapaxes(-1, -2)
+    axes = Axes(Role.WEIGHT, ("expert",) * len(few.lead), ("input",), ("output",))
+    return _rounded(few.format.CONTAINER, jnp.asarray(whole), axes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _rounded(container: Any, weight: jax.Array, axes: Axes) -> FewBits:
+    return container.rounded(weight, axes)
 
 
 def make_file(name: str, entries: Iterable[Entry], metadata: Mapping[str, Any] = METADATA) -> File:

@@ -14,11 +14,10 @@ import numpy as np
 from jax.core import Tracer
 
 from moezoo.errors import UserError, describe_class
-from moezoo.hub.carry import plan_copy
+from moezoo.hub.carry import Carried, ModelFolder, plan_copy
 from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import with_ends
 from moezoo.hub.formats.base import Format
-from moezoo.hub.model_folder import Carried, ModelFolder
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.plan import GENERATION, Entry, Plan, leaving, make_file
 from moezoo.hub.tensors import arrays_by_path, require_names, tensors

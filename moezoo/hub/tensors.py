@@ -46,10 +46,6 @@ class Tensor:
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout | Literal["alternating_outputs"] = "plain"
 
-    def parts_below(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the parts of a tensor of as many, which are arrays of this name in containers at the paths."""
-        return tuple((f"{path}.{name}", index) for path, index in self.parts)
-
     @property
     def _joined(self) -> tuple[int, ...]:
         """The shape of all parts, joined."""

@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from moezoo.errors import UserError
-from moezoo.hub.holdings import Boxes, Holding, Target
+from moezoo.hub.arrays import Boxes, Target
+from moezoo.hub.holdings import Holding
 from moezoo.hub.regions import Box
 from moezoo.hub.tensors import arrays_by_path
 from moezoo.models import ModelConfig
@@ -74,25 +75,21 @@ class Upcycle:
 NOT_UPCYCLED = Upcycle()
 
 
-def copied(arrays: Mapping[str, Boxes]) -> dict[str, Boxes]:
-    """Return `arrays`, with each array of experts as one that seems to have one expert and writes to all of them."""
-    return {path: _Copies(array) if _is_of_experts(path) else array for path, array in arrays.items()}
+def spread(arrays: Mapping[str, Boxes]) -> dict[str, Boxes]:
+    """Return `arrays`, with those of experts [layer, expert, ...] as [layer, 1, ...], which fill all experts."""
+    found = dict(arrays)
+    for path in filter(_is_of_experts, arrays):
+        layers, _, *rest = arrays[path].shape
+        boxes: dict[Box, _Each] = {}
+        for (of_layers, (first, last), *inner), target in arrays[path].boxes.items():
+            each = boxes.setdefault((of_layers, (0, 1), *inner), _Each([]))
+            each.targets.extend((expert, target) for expert in range(last - first))
+        found[path] = Boxes((layers, 1, *rest), boxes)
+    return found
 
 
 def _is_of_experts(path: str) -> bool:
     return ".experts." in path
-
-
-class _Copies:
-    """An array [layer, expert, ...] of experts that are equal, as one [layer, 1, ...]."""
-
-    def __init__(self, array: Boxes):
-        layers, _, *rest = array.shape
-        self.shape = (layers, 1, *rest)
-        self.boxes: dict[Box, _Each] = {}
-        for (of_layers, (first, last), *inner), target in array.boxes.items():
-            each = self.boxes.setdefault((of_layers, (0, 1), *inner), _Each([]))
-            each.targets.extend((expert, target) for expert in range(last - first))
 
 
 class _Each(NamedTuple):

@@ -4,13 +4,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.plan import Entry, File, Plan, Span
+from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
 from moezoo.hub.values import Values
 from moezoo.json_files import open_file
@@ -66,8 +67,15 @@ def write_folder(
             group = plan.weights[first : first + size]
             with distributed.within(_SECONDS, f"{folder}: the processes did not write a file each in {_SECONDS} s"):
                 failure = _write_group(work, group, plan.values, seen)
-                distributed.together(lambda failure=failure: _check(failure, folder))
+                distributed.together(lambda failure=failure: _raise(failure, folder))
         distributed.together(lambda: _write_others(work, plan, folder))
+
+
+def _raise(failure: Exception | None, folder: Path) -> None:
+    """Raise what this process failed of as a `UserError`."""
+    with writing(folder):
+        if failure is not None:
+            raise failure
 
 
 def _write_group(work: Path, group: Sequence[File], values: Values, seen: Seen) -> Exception | None:
@@ -80,7 +88,8 @@ def _write_group(work: Path, group: Sequence[File], values: Values, seen: Seen) 
     if distributed.several():
         mine, rows = group[me : me + 1], itertools.zip_longest(*places)
     else:
-        ordered = sorted(itertools.chain.from_iterable(places), key=lambda place: _key(place, values))
+        key = lambda source: values.key(source) if isinstance(source, Tensor) else ()  # noqa: E731
+        ordered = sorted(itertools.chain.from_iterable(places), key=lambda place: key(place.entry.source))
         mine, rows = group, ((place,) for place in ordered)
     failure = None
     try:
@@ -88,7 +97,11 @@ def _write_group(work: Path, group: Sequence[File], values: Values, seen: Seen) 
             for file in mine:
                 output.begin(file)
             for row in rows:
-                _write_row(row, me, output, values, seen)
+                read = _read_row(row, values)
+                if me < len(row) and (own := row[me]) is not None:
+                    output.write(own, read[me])
+                    if (value := read[me]) is not None:
+                        seen(own.entry.name, value)
     except (OSError, UserError) as error:
         failure = error
         for row in rows if distributed.several() else ():
@@ -96,23 +109,11 @@ def _write_group(work: Path, group: Sequence[File], values: Values, seen: Seen) 
     return failure
 
 
-def _write_row(
-    row: Sequence[_Place | None],
-    me: int,
-    output: "_Output",
-    values: Values,
-    seen: Seen,
-) -> None:
-    """Read the tensors that go to the files of all processes, and write that of this one. None stands for no tensor."""
-    read = _read_row(row, values)
-    if me < len(row) and (own := row[me]) is not None:
-        output.write(own, read[me])
-        if (value := read[me]) is not None:
-            seen(own.entry.name, value)
-
-
 def _read_row(row: Sequence[_Place | None], values: Values) -> list[np.ndarray | None]:
-    """Return what goes to the files of all processes from the model: a process has what goes to its own."""
+    """Return what goes to the files of all processes from the model: a process has what goes to its own.
+
+    None in a row stands for no tensor.
+    """
     return [None if place is None else place.entry.read(values, process) for process, place in enumerate(row)]
 
 
@@ -121,10 +122,6 @@ def _places(work: Path, file: File) -> Iterator[_Place]:
     for entry in file.entries:
         yield _Place(work / file.name, start, entry)
         start += entry.size
-
-
-def _key(place: _Place, values: Values) -> tuple[Any, ...]:
-    return () if place.entry.own is None else values.key(place.entry.own)
 
 
 class _Output:
@@ -159,13 +156,6 @@ class _Output:
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-def _check(failure: Exception | None, folder: Path) -> None:
-    """Raise what this process failed of as a `UserError`."""
-    with writing(folder):
-        if failure is not None:
-            raise failure
 
 
 def _write_others(work: Path, plan: Plan, folder: Path) -> None:

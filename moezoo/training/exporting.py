@@ -26,13 +26,12 @@ from moezoo.data.chat_template import CONFIG as TOKENIZER_CONFIG
 from moezoo.data.chat_template import TEMPLATE, TOKENS
 from moezoo.data.tokenizer import is_same_tokenizer
 from moezoo.errors import UserError
-from moezoo.hub.adapters import read_adapter
+from moezoo.hub.adapter_files import MergedValues, read_adapter
 from moezoo.hub.card import README, Facts, license_of, prompt_of, read_card, training_of, write_card
+from moezoo.hub.carry import ModelFolder
 from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import end_of_text, find_tokenizer, tokenizer_config
 from moezoo.hub.formats.base import CONFIG
-from moezoo.hub.merging import MergedValues
-from moezoo.hub.model_folder import ModelFolder
 from moezoo.hub.opening import describe_download, find_model, open_folder
 from moezoo.hub.plan import Plan
 from moezoo.hub.public_names import last_name, name_of_model, without_paths
@@ -334,9 +333,8 @@ def _open_folder(path: Path, dtype: str | None, adapter: str | None) -> _Origin:
             Blueprint(source.config, dtype or source.files.guess_dtype().name).shapes,
         )
         pairs = read_adapter(adapter, shapes)
-        pairs.check_base(source.sha256)
         whole = FolderValues(found.holdings, found.shapes)
-        pairs.copies.check(whole)
+        pairs.check_base(whole, source.sha256)
         values = MergedValues(whole, pairs, shapes)
         merged = Facts(
             "",

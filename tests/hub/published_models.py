@@ -10,10 +10,10 @@ import transformers
 from tries import Try, attempt, read_text
 
 from moezoo.errors import UserError
-from moezoo.hub.nested import Nesting, find_nesting
 from moezoo.hub.opening import Described, read_config
+from moezoo.hub.other_names import Nesting, find_nesting
 from moezoo.hub.tensors import tensors
-from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
+from moezoo.hub.upcycling import Upcycle
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters, parameter_table
 
@@ -28,7 +28,7 @@ def try_config(path: Path, work: Path) -> Try:
     if found is None:
         yield from (("read", "refused"), ("", fault.replace(f"{work}/", "")))
         return
-    (_, _, _, _, config, _, _), upcycle = found
+    config, upcycle = found.config, found.upcycle
     yield "read", "upcycled" if upcycle.experts else "yes"
     shapes = Blueprint(config, "bfloat16").shapes
     total, active = count_parameters(shapes, config.experts_per_token)
@@ -43,15 +43,15 @@ def try_config(path: Path, work: Path) -> Try:
         yield "", f"transformers: {fault}"
 
 
-def _describe(path: Path, work: Path) -> tuple[Described, Upcycle]:
+def _describe(path: Path, work: Path) -> Described:
     """Return what a config.json describes; a dense model with one expert."""
     (work / "config.json").write_text(read_text(path))
     try:
-        return read_config(work), NOT_UPCYCLED
+        return read_config(work)
     except UserError as error:
         if "a dense model" not in str(error):
             raise
-        return read_config(work, _DENSE), _DENSE
+        return read_config(work, _DENSE)
 
 
 def _count_theirs(work: Path) -> int:
@@ -86,10 +86,10 @@ def try_index(path: Path, work: Path) -> Try:
     if config is None:
         yield "names", "no config"
         return
-    found, upcycle = _describe(config, work)
+    found = _describe(config, work)
     nesting = find_nesting(found.mapping, names, work) if found.is_nested else Nesting()
     plan = tensors(Blueprint(found.config, "bfloat16").shapes, found.hub)
-    needed = [each for each in plan if not (upcycle.experts and ".router." in each.parts[0][0])]
+    needed = [each for each in plan if not found.upcycle.draws(each.parts[0][0])]
     expected = {nesting.to_folder(each.name) for each in needed}
     # Weights of few bits have other names that begin with theirs, such as those of scales.
     stems = {name.removesuffix(".weight"): name for name in expected}

@@ -14,8 +14,9 @@ from refusals import refused
 from training_runs import assert_same_models, read_rows, steps_only, train_and_print
 
 import moezoo
-from moezoo.hub.adapters import read_adapter
+from moezoo.hub.adapter_files import read_adapter
 from moezoo.hub.tensors import arrays_by_path
+from moezoo.hub.values import ModelValues
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.containers import as_arrays
 from moezoo.parallel.low_rank import pairs_by_path, without_pairs
@@ -205,4 +206,4 @@ def test_the_hash_of_the_base_is_in_the_folder(run, base):
     read = read_adapter(run[0].folder / "adapter", Blueprint(CASES["fp8"].config).shapes)
     assert read.base_sha256 == moezoo.saved_config(run[0].folder).init_sha256
     with refused("adapter=", "was trained beside weights with sha256", "and these have 00"):
-        read.check_base("00")
+        read.check_base(ModelValues({}), "00")

@@ -20,7 +20,8 @@ from tiny_models import CONFIGS, mixtral
 
 import moezoo
 from moezoo.hub import unfinished, writing
-from moezoo.hub.adapters import load_adapter, read_adapter, save_adapter
+from moezoo.hub.adapter_files import read_adapter
+from moezoo.hub.adapters import load_adapter, save_adapter
 from moezoo.hub.peft import KNOWN
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.family import MADE

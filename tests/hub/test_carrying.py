@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import deepseek_v3, mixtral, random_model
 
 import moezoo
-from moezoo.hub import carry, folders, nested, opening
+from moezoo.hub import carry, folders, opening, other_names
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.router import Choice
 
@@ -196,10 +196,10 @@ def test_the_same_numbers_in_another_dtype_are_no_training(model, published, tmp
 
 @pytest.mark.parametrize("lost", ["e_score_correction_bias", "mlp.shared_experts", ".experts.1.", "q_a_layernorm"])
 def test_tensors_that_the_model_lacks_survive_among_its_own(model, published, tmp_path, monkeypatch, lost):
-    find, plan = nested.Nesting.find_unused, opening.tensors
+    find, plan = other_names.Nesting.find_unused, opening.tensors
     monkeypatch.setattr(opening, "tensors", lambda *a: (t for t in plan(*a) if lost not in t.name))
     further = lambda *a: {n: "another use" for n in a[2] if lost in n} | find(*a)  # noqa: E731
-    monkeypatch.setattr(nested.Nesting, "find_unused", further)
+    monkeypatch.setattr(other_names.Nesting, "find_unused", further)
     with pytest.warns(UserWarning, match="for another use: .*for multi-token"):
         moezoo.save_pretrained(jax.tree.map(lambda x: x + 1, model), tmp_path / "new", like=published)
     before, after = stored(published), stored(tmp_path / "new")

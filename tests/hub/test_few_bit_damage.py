@@ -12,7 +12,7 @@ from few_bit_folders import BF16, MODELOPT_CONFIG, fp8_channels_config, int4_con
 from refusals import refused
 
 import moezoo
-from moezoo.hub import loading
+from moezoo.hub import arrays
 from moezoo.training.exporting import plan_export
 
 Tensors = dict[str, np.ndarray]
@@ -87,7 +87,7 @@ def no_arrays(monkeypatch):
     def begin(array: Any) -> None:
         raise AssertionError("an array was made")
 
-    monkeypatch.setattr(loading._Arriving, "begin", begin)
+    monkeypatch.setattr(arrays.Arriving, "begin", begin)
 
 
 # The folder, what is done to it, and the message after the folder's name.
@@ -301,6 +301,6 @@ def test_a_large_scale_of_small_numbers_is_no_damage(spoil):
 def test_arrays_of_two_formats_are_widened_and_not_kept(spoil, monkeypatch, change, line):
     folder = spoil("fp8", change)
     moezoo.from_pretrained(folder, dtype="float32")
-    monkeypatch.setattr(loading._Arriving, "begin", None)
+    monkeypatch.setattr(arrays.Arriving, "begin", None)
     with refused(f"{folder}: few bits cannot be kept: ", line, "write dtype=bfloat16"):
         moezoo.from_pretrained(folder, dtype="stored")

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tiny_models import CONFIGS
 
 import moezoo
-from moezoo.hub import holdings, loading, regions
+from moezoo.hub import arrays, holdings, loading, regions
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.mesh_execution import on_mesh
 
@@ -59,7 +59,7 @@ def execution_of(mesh: Any, rules: str) -> moezoo.Execution:
 def test_every_device_holds_its_part_and_each_byte_is_read_once(tmp_path, monkeypatch, reads, case):
     family, mesh, rules, stored, dtype, least, most = case
     if case is SENT:
-        monkeypatch.setattr(loading._Arriving, "is_on_host", property(lambda array: False))
+        monkeypatch.setattr(arrays.Arriving, "is_on_host", property(lambda array: False))
     monkeypatch.setattr(regions, "LEAST", least)
     monkeypatch.setattr(loading, "_LARGEST_PIECE", 300)
     monkeypatch.setattr(holdings, "_LEAST_PIECE", 300)
@@ -157,7 +157,7 @@ def test_damage_that_appears_while_reading(folder, monkeypatch, damage, message)
 
 
 def test_one_line_where_there_is_no_terminal(folder, monkeypatch, capsys):
-    monkeypatch.setattr("moezoo.hub.loading_progress._LEAST", 0)
+    monkeypatch.setattr("moezoo.hub.loading._LEAST_SHOWN", 0)
     moezoo.from_pretrained(folder)
     line = capsys.readouterr().err
     assert line.startswith(f"loaded {folder}: 65 tensors, 0.00 of 0.00 GB, ")
@@ -175,8 +175,8 @@ def test_the_bar_counts_bytes(folder, monkeypatch):
         def update(self, task, **values):
             shown.append(values)
 
-    monkeypatch.setattr("moezoo.hub.loading_progress._LEAST", 0)
-    monkeypatch.setattr("moezoo.hub.loading_progress.bar_on", lambda stream: contextlib.nullcontext(Bar()))
+    monkeypatch.setattr("moezoo.hub.loading._LEAST_SHOWN", 0)
+    monkeypatch.setattr("moezoo.hub.loading.bar_on", lambda stream: contextlib.nullcontext(Bar()))
     moezoo.from_pretrained(folder)
     with safe_open(folder / "model.safetensors", "numpy") as file:
         sizes = [file.get_tensor(name).nbytes for name in file.offset_keys()]

@@ -15,7 +15,7 @@ from tiny_models import deepseek_v3, mistral4, random_model
 
 import moezoo
 from moezoo.hub.folders import end_of_text, hub_model_config
-from moezoo.hub.nested import NESTED
+from moezoo.hub.other_names import NESTED
 from moezoo.models import family_of
 from moezoo.tools.parity import compare as parity
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import equinox as eqx
 import pytest
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 from tiny_models import CONFIGS, YARN
 
@@ -19,6 +20,7 @@ from moezoo.cli.command import execute
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import Rotary
 from moezoo.tools.parity import compare as parity
+from moezoo.tools.parity import peer
 from moezoo.tools.parity.command import COMMAND
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[peers]'")
@@ -252,6 +254,19 @@ def test_what_transformers_cannot_load(folders, tmp_path):
         "there is nothing to compare it with; a copy of the folder with model_type=deepseek_v3 in config.json can be, "
         "as it computes the same"
     )
+
+
+def test_few_bits_that_transformers_does_not_have(few_bits):
+    """It would take the bits for numbers of another shape, and report that."""
+    folder = few_bits("nvfp4 of ModelOpt").few
+    with refused(f"{folder}: transformers cannot load it (it has no quant_method=modelopt; compare what convert "):
+        parity.compare(folder)
+
+
+def test_few_bits_are_widened(few_bits, monkeypatch):
+    """Products of compressed-tensors round activations, which moezoo does not: a right folder would diverge."""
+    monkeypatch.setattr("transformers.CompressedTensorsConfig", dict)
+    assert peer._widening(few_bits("fp8 channels").few) == {"quantization_config": {"dequantize": True}}
 
 
 def test_layers_of_multi_token_prediction_are_left_out(folders, tmp_path):

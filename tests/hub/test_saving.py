@@ -25,7 +25,7 @@ from two_saves import SAVED, adapted, contained, lay_out, model
 
 import moezoo
 import moezoo.interrupts as interrupts
-from moezoo.hub import model_folder, saving, unfinished, writing
+from moezoo.hub import carry, saving, unfinished, writing
 from moezoo.hub.adapters import save_adapter
 from moezoo.models.blueprint import Blueprint
 
@@ -159,7 +159,7 @@ def test_two_processes_load_what_each_holds(two):
 def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIGS["mixtral"], embed=64, expert_mlp=128)
     numbers = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), Blueprint(config).shapes)
-    placed, peaks, write = lay_out(numbers, moezoo.MeshShape(expert=8)), [], model_folder.write_folder
+    placed, peaks, write = lay_out(numbers, moezoo.MeshShape(expert=8)), [], carry.write_folder
 
     def measured(*arguments: Any) -> None:
         tracemalloc.start()
@@ -167,7 +167,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path, monkeypatch):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
 
-    monkeypatch.setattr(model_folder, "write_folder", measured)
+    monkeypatch.setattr(carry, "write_folder", measured)
     for name in ("first", "second"):  # what is computed once stays in memory
         moezoo.save_pretrained(placed, tmp_path / name)
     largest = max(x.nbytes for x in load_file(tmp_path / "second" / "model.safetensors").values())

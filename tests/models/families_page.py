@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from moezoo.config.overrides import CONF, PACKAGE, read_yaml
-from moezoo.hub.nested import NESTED
+from moezoo.hub.other_names import NESTED
 from moezoo.models import FAMILIES, Family
 from moezoo.models.config_json import WITHOUT_EFFECT
 from moezoo.models.hub import ModelType

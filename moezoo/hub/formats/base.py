@@ -8,7 +8,7 @@ the container of each array that has a part of the weight (`moezoo.nn.few_bits`)
 import abc
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -71,15 +71,10 @@ class Format(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "Format | None":
-        """Return what the table `quantization_config` states; None where it is of another format.
+    def read(cls, config: ConfigJson) -> "Format | None":
+        """Return what the table `quantization_config` states, of which `quant_method` is read; None for another format.
 
-        Args:
-            config: The table, of which `quant_method` is read.
-            table: The same as it is.
-
-        Raises:
-            UserError: A scheme that is not read.
+        Raises `UserError` for a scheme that is not read.
         """
 
     @abc.abstractmethod
@@ -204,18 +199,21 @@ class FewBitTensor:
         return (*lead, *self.format.row(columns // self.format.PER_ITEM))
 
     @property
-    def kept_values(self) -> "ValuesTensor":
+    def kept_values(self) -> Tensor:
         """The tensor of numbers as bytes, whose parts are the `values` of containers."""
         last, per = self.tensor.split[1] - 1, self.format.CONTAINER.PER_BYTE
         shapes = tuple((*shape[:last], shape[last] // per, *shape[last + 1 :]) for shape in self.tensor.shapes)
-        t = self.tensor
-        return ValuesTensor(self.values, t.parts_below("values"), t.axes, shapes, t.layout, self)
+        return dataclasses.replace(self.tensor, name=self.values, parts=self._parts_below("values"), shapes=shapes)
 
     @property
     def kept_scale(self) -> "ScaleTensor":
         """The tensor of scales, whose parts are the `scale` of containers."""
         t = self.tensor
-        return ScaleTensor(self.scale, t.parts_below("scale"), t.axes, t.shapes, t.layout, self)
+        return ScaleTensor(self.scale, self._parts_below("scale"), t.axes, t.shapes, t.layout, self)
+
+    def _parts_below(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the parts of the tensor that has the arrays of this name in containers."""
+        return tuple((f"{path}.{name}", index) for path, index in self.tensor.parts)
 
     def part_blocks(self, part: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each output [*outputs] and of each input [*inputs] of a part."""
@@ -243,13 +241,6 @@ class FewBitTensor:
             spans = tuple(slice(a * step, b * step, step) for (a, b), step in zip(box[begin:end], steps, strict=True))
             found.append(blocks[spans])
         return found[0], found[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class ValuesTensor(Tensor):
-    """The numbers of a weight of few bits, as bytes."""
-
-    few: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

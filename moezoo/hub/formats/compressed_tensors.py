@@ -11,13 +11,12 @@ METHOD = "compressed-tensors"
 
 
 def read_weights(
-    config: ConfigJson, table: Mapping[str, Any], kind: str, fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
+    config: ConfigJson, kind: str, fixed: Mapping[str, Any], ignored: tuple[str, ...] = ()
 ) -> list[ConfigJson] | None:
     """Return the table `weights` of each of the `config_groups`; None where the table is of another format.
 
     Args:
         config: The table.
-        table: The same as it is.
         kind: Its `format`.
         fixed: The keys of `weights` that the format has, and their values.
         ignored: The keys of a group that change nothing where weights are read.
@@ -25,13 +24,13 @@ def read_weights(
     Raises:
         UserError: Another scheme.
     """
-    if table["quant_method"] != METHOD or config.read("format", str) != kind:
+    if config.get("quant_method") != METHOD or config.read("format", str) != kind:
         return None
     for key in ("quantization_status", "global_compression_ratio"):
         config.get(key)
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(key):
-            raise refuse(f".{key}={show(table[key])[:80]}")
+            raise refuse(f".{key}={show(config.get(key))[:80]}")
     groups, found = config.get("config_groups"), list[ConfigJson]()
     for name, group in (groups if isinstance(groups, Mapping) else {}).items():
         where, weights = f".config_groups.{show(name)[:80]}", group.get("weights") if isinstance(group, Mapping) else 0

@@ -7,7 +7,7 @@
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,16 +36,16 @@ class FP8Blocks(Format):
     ROUNDS = True
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "FP8Blocks | None":
-        if table["quant_method"] != "fp8":
+    def read(cls, config: ConfigJson) -> "FP8Blocks | None":
+        if config.get("quant_method") != "fp8":
             return None
         for key in ("activation_scheme", "scale_fmt", "ignored_layers", "is_checkpoint_fp8_serialized"):
             config.get(key)
         block = config.read("weight_block_size", tuple[int, ...] | None, (128, 128))
         if block is not None and (len(block) != 2 or min(block) < 1):
             raise UserError(
-                f"config.json: {CONFIG}.weight_block_size={show(table['weight_block_size'])[:80]}: expected two sizes "
-                "of at least 1, of outputs and inputs, or null"
+                f"config.json: {CONFIG}.weight_block_size={show(config.get('weight_block_size'))[:80]}: expected two "
+                "sizes of at least 1, of outputs and inputs, or null"
             )
         config.refuse_others({"fmt": ("e4m3", "float8_e4m3fn")})
         return cls(block and (block[0], block[1]))

@@ -11,7 +11,6 @@ compressed-tensors still has products rounded to bfloat16, and moezoo has them a
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,9 @@ class FP8Channels(Format):
     SCALE_DTYPE = np.dtype(np.float32)
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "FP8Channels | None":
+    def read(cls, config: ConfigJson) -> "FP8Channels | None":
         # Weights are widened, and products computed without rounded activations.
-        tables = read_weights(config, table, _KIND, _WEIGHTS, ignored=("input_activations", "output_activations"))
+        tables = read_weights(config, _KIND, _WEIGHTS, ignored=("input_activations", "output_activations"))
         if tables is None:
             return None
         if not tables:

@@ -8,7 +8,6 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -41,8 +40,8 @@ class Int4Groups(Format):
     OF_EXPERTS = True
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "Int4Groups | None":
-        if (tables := read_weights(config, table, "pack-quantized", _WEIGHTS)) is None:
+    def read(cls, config: ConfigJson) -> "Int4Groups | None":
+        if (tables := read_weights(config, "pack-quantized", _WEIGHTS)) is None:
             return None
         sizes = {weights.read("group_size", int, GROUP) for weights in tables}
         if len(sizes) != 1:

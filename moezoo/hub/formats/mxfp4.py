@@ -7,7 +7,6 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,8 +33,8 @@ class MXFP4Groups(Format):
     ROUNDS = True
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "MXFP4Groups | None":
-        if table["quant_method"] != "mxfp4":
+    def read(cls, config: ConfigJson) -> "MXFP4Groups | None":
+        if config.get("quant_method") != "mxfp4":
             return None
         config.refuse_others({})
         return cls()

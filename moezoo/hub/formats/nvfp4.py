@@ -10,7 +10,6 @@ Such weights are widened. No container has two scales, so they are not kept, and
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -47,8 +46,8 @@ class NVFP4Packed(Format):
     MULTIPLE = _GROUP
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "NVFP4Packed | None":
-        groups = read_weights(config, table, "nvfp4-pack-quantized", _WEIGHTS, ignored=("input_activations",))
+    def read(cls, config: ConfigJson) -> "NVFP4Packed | None":
+        groups = read_weights(config, "nvfp4-pack-quantized", _WEIGHTS, ignored=("input_activations",))
         return None if groups is None else cls()
 
     def write(self, modules: list[str]) -> dict[str, Any]:
@@ -76,8 +75,8 @@ class NVFP4ModelOpt(NVFP4Packed):
     FACTOR = "_scale_2"
 
     @classmethod
-    def read(cls, config: ConfigJson, table: Mapping[str, Any]) -> "NVFP4ModelOpt | None":
-        if table["quant_method"] != "modelopt" or table.get("quant_algo") != "NVFP4":
+    def read(cls, config: ConfigJson) -> "NVFP4ModelOpt | None":
+        if config.get("quant_method") != "modelopt" or config.get("quant_algo") != "NVFP4":
             return None
         # Modules in numbers, products and caches, which are computed without few bits; groups repeat the algorithm.
         for key in ("producer", "config_groups", "exclude_modules", "kv_cache_scheme", "kv_cache_quant_algo"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.nested import NESTED
+from moezoo.hub.other_names import NESTED
 from moezoo.json_files import read_json
 from moezoo.tools.recording import ModuleRecord
 
@@ -78,11 +78,17 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
 
 
 def _widening(folder: Path) -> dict[str, Any]:
-    """Return the arguments with which transformers widens weights of few bits, as its products differ from ours."""
+    """Return the arguments with which transformers widens weights of few bits, as its products differ from ours.
+
+    Raises `ValueError` for a method that it does not have, whose bits it would take for numbers.
+    """
     import transformers
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     method = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
-    kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+    if method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise ValueError(f"it has no quant_method={method}; compare what convert FOLDER NEW dtype=float32 writes")
+    kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig"}
     return {"quantization_config": getattr(transformers, kinds[method])(dequantize=True)} if method in kinds else {}
 
 
