@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple
 import moezoo.interrupts as interrupts
 from benchmarks.results import Column, Panel, Report, Row, Table, get, log, points, split
 from moezoo.errors import UserError, last_words
-from moezoo.host import NO_CUDA_GRAPHS
+from moezoo.host.machine import NO_CUDA_GRAPHS
 from moezoo.training.files import replace_text
 
 MARK = "moezoo-bench "  # the start of a line of a part's process that is a message

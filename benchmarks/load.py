@@ -23,7 +23,7 @@ from benchmarks.results import Column, Report, Row, Table, log, new_folder, rati
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.errors import UserError
-from moezoo.host import check_host
+from moezoo.host.machine import check_host
 from moezoo.parallel.mesh import abstract_mesh
 
 

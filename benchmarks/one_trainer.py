@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.host import processors
+from moezoo.host.machine import processors
 
 
 class Trainer(NamedTuple):

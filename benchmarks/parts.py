@@ -14,11 +14,11 @@ from typing import Any, Literal
 from benchmarks import device, results
 from benchmarks.shapes import ACCELERATOR, LAPTOP, SHAPES
 from moezoo.cli.command import Command, ConfiguredCommand, KeysCommand
-from moezoo.commands import choose
 from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError, nearest
-from moezoo.host import locking
+from moezoo.host.files import locking
+from moezoo.tools.commands import choose
 from moezoo.typed import Positive, Size, show
 
 # A training step in one word each: overrides of `moezoo.compose`.

@@ -15,7 +15,7 @@ from benchmarks.results import Column, Panel, Report, Row, Table, log
 from benchmarks.steps import Running, random_batch
 from benchmarks.timing import measure
 from moezoo.config.compose import compose
-from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
+from moezoo.host.machine import NO_CUDA_GRAPHS, add_xla_flags
 from moezoo.parallel.mesh import start
 from moezoo.profiling.profile import ORDER, Operation, profile
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
 

@@ -28,7 +28,7 @@ from benchmarks.timing import quartiles
 from moezoo.config.compose import compose
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
-from moezoo.host import processor_name, processors
+from moezoo.host.machine import processor_name, processors
 from moezoo.hub.saving import save_pretrained
 from moezoo.models import build_model
 from moezoo.optim import AdamW

@@ -24,7 +24,7 @@ if sys.platform == "win32" or sys.version_info < (3, 11):
         sys.exit(f"error: {_refusal}")
     raise ImportError(_refusal)
 
-from moezoo.host import add_xla_flags, leave_out_plugins
+from moezoo.host.machine import add_xla_flags, leave_out_plugins
 
 add_xla_flags()
 leave_out_plugins()

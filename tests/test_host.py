@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from refusals import refused
 
-import moezoo.host as host
-from moezoo.host import (
+import moezoo.host.machine as host
+from moezoo.host.files import check_file
+from moezoo.host.machine import (
     add_xla_flags,
-    check_file,
     check_host,
     group_limits,
     host_memory,
@@ -90,8 +90,8 @@ def test_what_is_no_file(tmp_path):
 
 def test_freed_memory_is_kept_unless_the_environment_sets_malloc(monkeypatch):
     calls = {}
-    monkeypatch.setattr("moezoo.host.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=calls.__setitem__))
-    monkeypatch.setattr("moezoo.host.sys.platform", "linux")
+    monkeypatch.setattr("moezoo.host.machine.ctypes.CDLL", lambda name: SimpleNamespace(mallopt=calls.__setitem__))
+    monkeypatch.setattr("moezoo.host.machine.sys.platform", "linux")
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.rtld.dynamic_sort=2")

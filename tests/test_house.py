@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # From top to bottom. A package imports only from packages below its line, and none from its own line.
 ORDER = (
     ("__init__", "__main__"),
-    ("public", "commands"),
+    ("public",),
     ("analysis",),
     ("tools",),
     ("cli",),
@@ -28,11 +28,9 @@ ORDER = (
     ("nn",),
     ("kernels", "profiling"),
     ("parallel",),
-    ("json_files",),
+    ("host", "terminal"),
     ("typed",),
-    ("host", "progress"),
-    ("remote",),
-    ("errors", "interrupts", "tables"),
+    ("errors", "interrupts"),
 )
 LINE = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
 # A function with the name of its package.

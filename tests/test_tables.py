@@ -1,6 +1,6 @@
 """Tables as text: alignment, cells of several lines, wrapping, and what Markdown needs."""
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 
 
 def test_columns_are_aligned_and_titles_end_at_the_rule():

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.parallel.mesh_execution import on_mesh
-    from moezoo.progress import BatchCounter, bar_on
+    from moezoo.terminal.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
     from moezoo.training.waiting import Waiting

@@ -12,7 +12,7 @@ from moezoo.cli.command import ConfiguredCommand
 from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
-from moezoo.host import read_text
+from moezoo.host.files import read_text
 from moezoo.typed import Size, show
 
 

@@ -82,7 +82,7 @@ def evaluate_tasks(keys: EvaluateKeys, changes: Sequence[str]) -> None:
     """Load the model, run the tasks and print their metrics."""
     from moezoo.config.build import build_execution
     from moezoo.parallel.cache import use_cache
-    from moezoo.progress import BatchCounter, bar_on
+    from moezoo.terminal.progress import BatchCounter, bar_on
     from moezoo.training.files import check_writable, replace_text, writing_to
     from moezoo.training.harness import LmEval, load_tasks, prepare_harness, run_tasks
     from moezoo.training.waiting import Waiting

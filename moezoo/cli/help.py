@@ -10,7 +10,7 @@ from typing import Any
 
 from moezoo.config.options import describe_keys
 from moezoo.config.overrides import CONF, PACKAGE, PLUGS, defaults, groups, is_own, own_path
-from moezoo.tables import pairs
+from moezoo.terminal.tables import pairs
 from moezoo.typed import show
 
 _LINE = re.compile(r"( *)(\w+): *([^#]*?) *(?:# *(.*))?")

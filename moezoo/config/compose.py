@@ -38,12 +38,12 @@ from moezoo.config.settings import INNER_TAG, TAG, TrainConfig
 from moezoo.config.text_copies import with_copies
 from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError, describe_class, locating, nearest
-from moezoo.host import check_name
+from moezoo.host.files import check_name
+from moezoo.host.remote import as_path, is_url
 from moezoo.hub.kept import Form
 from moezoo.hub.upcycling import Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel.rules import Rules
-from moezoo.remote import as_path, is_url
 from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_plain
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)

@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.other_names import check_name, suggest_axes
 from moezoo.errors import UserError, describe_class, nearest
-from moezoo.host import read_text
-from moezoo.remote import as_path
+from moezoo.host.files import read_text
+from moezoo.host.remote import as_path
 from moezoo.typed import show
 
 CONF = Path(str(importlib.resources.files("moezoo.conf")))

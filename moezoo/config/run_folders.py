@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 from moezoo.errors import UserError
-from moezoo.host import is_locked
-from moezoo.remote import as_path, is_url
+from moezoo.host.files import is_locked
+from moezoo.host.remote import as_path, is_url
 
 # The value of `resume` with which a command continues the run in `run_dir`, or starts it there.
 AUTO = "auto"

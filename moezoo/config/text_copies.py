@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moezoo.data.chat_template import CONFIG, OTHERS, TEMPLATE, TOKENS
-from moezoo.remote import is_url
+from moezoo.host.remote import is_url
 from moezoo.typed import get, put
 
 COPIES = "tokenizers"

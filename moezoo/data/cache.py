@@ -18,7 +18,7 @@ from moezoo.data.documents import Document, How
 from moezoo.data.files import Found
 from moezoo.data.token_files import Read, TokenFiles, read_token_files, write_documents
 from moezoo.errors import UserError
-from moezoo.host import processors, user_cache
+from moezoo.host.machine import processors, user_cache
 from moezoo.typed import show
 
 # The bytes of text in a shard of the training order; in Parquet a row group is one.

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.host import check_file, read_text
-from moezoo.json_files import read_json
+from moezoo.host.files import check_file, read_json, read_text
 from moezoo.typed import show
 
 CONFIG, TOKENS = "tokenizer_config.json", "special_tokens_map.json"

@@ -12,7 +12,7 @@ import numpy as np
 from moezoo.data.corpus import Ids
 from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids
 from moezoo.errors import locating
-from moezoo.host import processors
+from moezoo.host.machine import processors
 
 # About the bytes of text that a thread takes at once.
 _TASK = 2**18

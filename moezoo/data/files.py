@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.host import check_file
+from moezoo.host.files import check_file
 from moezoo.typed import show
 
 _CACHE = re.compile(r"cache-.*\.arrow")  # what `datasets` keeps beside its files

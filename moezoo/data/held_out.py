@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64, UInt64
 
 from moezoo.data.corpus import Corpus
 from moezoo.errors import UserError
-from moezoo.host import processors
+from moezoo.host.machine import processors
 
 SHARE = 0.05  # of the documents, or of the tokens where whole documents cannot be held out
 _PART = 2**18  # tokens that a thread hashes at once

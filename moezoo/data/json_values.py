@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.json_files import load_json
+from moezoo.host.files import load_json
 
 MOST_VALUE = 2**28  # characters
 _CHUNK = 2**20  # bytes to read at once

@@ -11,7 +11,7 @@ from moezoo.data.corpus import Corpus, dtype_for
 from moezoo.data.held_out import hash_numbers, hold_out
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
-from moezoo.host import check_host
+from moezoo.host.machine import check_host
 from moezoo.typed import AtMost, Range, Size
 
 # Python draws the successors of one token after the other, and the tokens of all documents step by step: seconds.

@@ -41,7 +41,8 @@ from moezoo.data.files import Found
 from moezoo.data.held_out import hash_contents
 from moezoo.data.tokenizer import Bytes, one_line
 from moezoo.errors import UserError
-from moezoo.host import check_file, user_cache
+from moezoo.host.files import check_file
+from moezoo.host.machine import user_cache
 from moezoo.typed import show
 
 _MAKE = "make the files again with moezoo prepare-data"

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 
 from moezoo.data.token_text import TokenBytes, find_unsettled, measure_tokens
 from moezoo.errors import UserError
-from moezoo.host import check_file
+from moezoo.host.files import check_file
 from moezoo.typed import convert, show
 
 NO_TOKENS = "the tokenizer makes no token of this text; give another text or tokenizer"

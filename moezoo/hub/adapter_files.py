@@ -31,11 +31,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import read_json
 from moezoo.hub.opening import describe_download, folder_argument
 from moezoo.hub.tensors import Tensor, arrays_by_path, list_names, tensors
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import DTYPES, WeightFiles
-from moezoo.json_files import read_json
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.hub import Hub

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from moezoo.data.chat_template import CONFIG, TEMPLATE
 from moezoo.errors import UserError
+from moezoo.host.files import open_file
 from moezoo.hub.public_names import Named
-from moezoo.json_files import open_file
 from moezoo.typed import counted, show
 
 README = "README.md"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import json_text, open_file, read_bytes, read_json
 from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
@@ -26,7 +27,6 @@ from moezoo.hub.tensors import Tensor, count, list_names
 from moezoo.hub.values import Values
 from moezoo.hub.weight_files import INDEX, WeightFiles, common_dtype, read_header
 from moezoo.hub.writing import Seen, as_bits, ignore, write_folder
-from moezoo.json_files import json_text, open_file, read_bytes, read_json
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint

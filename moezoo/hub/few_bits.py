@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import read_json
 from moezoo.hub.formats.base import ADVICE, CONFIG, READ, FewBitTensor, Format, refuse
 from moezoo.hub.formats.compressed_tensors import METHOD
 from moezoo.hub.formats.fp8 import FP8Blocks
@@ -19,7 +20,6 @@ from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.weight_files import StoredTensor
-from moezoo.json_files import read_json
 from moezoo.models.config_json import ConfigJson
 from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import Role

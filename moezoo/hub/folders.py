@@ -6,12 +6,11 @@ from pathlib import Path
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
-from moezoo.host import is_same_file
+from moezoo.host.files import is_same_file, json_text, read_json
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.other_names import TEXT
 from moezoo.hub.plan import GENERATION, Plan
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
-from moezoo.json_files import json_text, read_json
 from moezoo.models import ModelConfig
 from moezoo.typed import convert, show
 

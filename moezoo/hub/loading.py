@@ -34,7 +34,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError, check_type, describe_class
-from moezoo.host import check_host
+from moezoo.host.machine import check_host
 from moezoo.hub.adapters import load_adapter
 from moezoo.hub.arrays import Arriving, Boxes
 from moezoo.hub.holdings import Holding, Piece
@@ -50,7 +50,7 @@ from moezoo.parallel import distributed
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.memory import check_devices
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.progress import bar_on
+from moezoo.terminal.progress import bar_on
 from moezoo.typed import show
 
 _THREADS = 4

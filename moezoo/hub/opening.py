@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError, locating
-from moezoo.host import check_name
+from moezoo.host.files import check_name, read_json
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, read_modelopt_file, read_quantization
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
@@ -33,7 +33,6 @@ from moezoo.hub.other_names import (
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
-from moezoo.json_files import read_json
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint

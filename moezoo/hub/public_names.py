@@ -7,8 +7,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
+from moezoo.host.files import json_text, parse_json, read_bytes, read_json
 from moezoo.hub.plan import Plan
-from moezoo.json_files import json_text, parse_json, read_bytes, read_json
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # The folder of one version of a model in the Hub's cache.

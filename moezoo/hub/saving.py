@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from moezoo.errors import UserError, describe_class
+from moezoo.host.files import json_text
 from moezoo.hub.carry import Carried, ModelFolder, plan_copy
 from moezoo.hub.few_bits import format_argument
 from moezoo.hub.folders import with_ends
@@ -23,7 +24,6 @@ from moezoo.hub.plan import GENERATION, Entry, Plan, leaving, make_file
 from moezoo.hub.tensors import arrays_by_path, require_names, tensors
 from moezoo.hub.values import ModelValues, Values
 from moezoo.hub.weight_files import INDEX, SINGLE
-from moezoo.json_files import json_text
 from moezoo.models import ModelConfig, family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint

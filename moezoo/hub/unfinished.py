@@ -10,7 +10,7 @@ from typing import Literal
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
-from moezoo.host import locking
+from moezoo.host.files import locking
 from moezoo.parallel import distributed
 from moezoo.typed import show
 

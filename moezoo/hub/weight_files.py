@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import LARGEST, open_file, parse_json, read_json
 from moezoo.hub.regions import Box, Region
-from moezoo.json_files import LARGEST, open_file, parse_json, read_json
 from moezoo.typed import show
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

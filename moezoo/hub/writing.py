@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import open_file
 from moezoo.hub.plan import Entry, File, Plan, Span
 from moezoo.hub.tensors import Tensor
 from moezoo.hub.unfinished import becoming, writing
 from moezoo.hub.values import Values
-from moezoo.json_files import open_file
 from moezoo.parallel import distributed
 
 _BLOCK = 2**24  # bytes that are copied at a time

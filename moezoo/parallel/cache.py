@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.errors import UserError
-from moezoo.host import user_cache
+from moezoo.host.machine import user_cache
 
 SETTINGS: Any = jax.config  # its attributes are made at run time
 _set_here: str | None = None  # the folder that `use_cache` has set, where the user has set none
@@ -98,7 +98,7 @@ def use_cache(cache_dir: str | Literal["auto"] | None, mesh: Mesh | AbstractMesh
     `refuse_unordered` refuses it. Programs of several processes on CPUs are not cached: nobody has tried.
 
     Args:
-        cache_dir: A folder, which is made; "auto" for `moezoo.host.user_cache()`; None for no cache.
+        cache_dir: A folder, which is made; "auto" for `moezoo.host.machine.user_cache()`; None for no cache.
         mesh: The mesh of devices that programs are compiled for.
 
     Raises:

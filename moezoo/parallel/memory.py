@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from moezoo.errors import UserError
-from moezoo.host import check_host, free_memory, in_gib, peak_of_process
+from moezoo.host.machine import check_host, free_memory, in_gib, peak_of_process
 from moezoo.parallel.mesh import has_started
 
 

@@ -15,7 +15,7 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import (
+from moezoo.host.machine import (
     NO_FUSED_CPU_KERNELS,
     NO_FUSED_CPU_SUMS,
     driver_files,

@@ -6,9 +6,9 @@ add up to the step by construction, also where eight devices share two cores. In
 collectives, and instants at which no operation runs, are parts too.
 
 For a GPU the trace records the kernels on each stream, with the operations that they belong to, as long as XLA runs no
-CUDA graphs (`moezoo.host.NO_CUDA_GRAPHS`); a stream counts as a thread. For a TPU it records the operations of each
-core by their text; the line "XLA Ops" of a core counts as a thread. This has been read from traces written by hand, and
-not from a TPU. What names no operation of the program counts as "no operation".
+CUDA graphs (`moezoo.host.machine.NO_CUDA_GRAPHS`); a stream counts as a thread. For a TPU it records the operations of
+each core by their text; the line "XLA Ops" of a core counts as a thread. This has been read from traces written by
+hand, and not from a TPU. What names no operation of the program counts as "no operation".
 """
 
 import contextlib

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError, last_words
-from moezoo.host import user_cache
+from moezoo.host.machine import user_cache
 from moezoo.parallel.traffic import CallName
 
 # Without these, plugins look for devices and report at length that there are none, and libtpu refuses to load while

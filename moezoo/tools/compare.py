@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read
 from moezoo.errors import UserError

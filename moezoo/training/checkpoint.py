@@ -34,8 +34,8 @@ import jax
 from moezoo.config.run_folders import SUMS, numbered, steps
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
+from moezoo.host.remote import absolute, is_url, list_files, remove_folder
 from moezoo.parallel import distributed
-from moezoo.remote import absolute, is_url, list_files, remove_folder
 
 # The version of about.json, of the folder's layout and of array names. Only this version is read: each version of
 # moezoo continues its own runs.

@@ -26,7 +26,7 @@ from moezoo.parallel.cache import function_cache
 from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
-from moezoo.progress import OnBatch
+from moezoo.terminal.progress import OnBatch
 from moezoo.training.build import describe_difference
 from moezoo.training.feed import Feed
 from moezoo.training.loss import losses

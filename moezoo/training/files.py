@@ -10,7 +10,7 @@ from pathlib import Path
 
 import moezoo.interrupts as interrupts
 from moezoo.errors import UserError
-from moezoo.remote import is_url
+from moezoo.host.remote import is_url
 from moezoo.typed import show
 
 

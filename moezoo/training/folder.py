@@ -15,10 +15,10 @@ from moezoo.config.run_folders import AUTO, OTHER, RUNNING, SUMS, announcement, 
 from moezoo.config.settings import TrainConfig
 from moezoo.config.text_copies import COPIES, list_copies
 from moezoo.errors import UserError
-from moezoo.host import locking
+from moezoo.host.files import locking
+from moezoo.host.remote import as_path, is_same, is_url, remove_folder
 from moezoo.models.adapters import NoAdapter
 from moezoo.parallel import distributed
-from moezoo.remote import as_path, is_same, is_url, remove_folder
 from moezoo.trackers import MetricsRow
 from moezoo.training import report
 from moezoo.training.checkpoint import FROZEN, UNFINISHED, remove_beyond

@@ -29,7 +29,7 @@ from moezoo.nn.few_bits import cut_pieces
 from moezoo.parallel.cache import function_cache
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh, place
-from moezoo.progress import OnBatch
+from moezoo.terminal.progress import OnBatch
 from moezoo.training.scores import Row, score_rows
 from moezoo.typed import Range, convert, counted, show
 

@@ -21,6 +21,7 @@ from moezoo.data.base import naming
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import is_same_tokenizer, text_tokenizer
 from moezoo.errors import UserError
+from moezoo.host.remote import RunPath
 from moezoo.hub.adapters import load_adapter
 from moezoo.hub.loading import load_as
 from moezoo.models.base import LanguageModel
@@ -31,7 +32,6 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.low_rank import only_pairs, pairs_by_path, with_bases, without_pairs
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.stored import materialise
-from moezoo.remote import RunPath
 from moezoo.training.checkpoint import read_about, restore
 from moezoo.typed import flatten, show
 

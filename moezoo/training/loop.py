@@ -20,7 +20,7 @@ from moezoo.data import Batch, Source
 from moezoo.data.epochs import Epochs
 from moezoo.data.stream import Batches
 from moezoo.errors import UserError
-from moezoo.host import in_units
+from moezoo.host.machine import in_units
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import layers_with_experts
 from moezoo.parallel import distributed

@@ -13,7 +13,7 @@ import numpy as np
 from moezoo.config.compose import folder_path
 from moezoo.config.run_folders import find, run_folder, steps
 from moezoo.errors import UserError
-from moezoo.remote import RunPath, is_url
+from moezoo.host.remote import RunPath, is_url
 from moezoo.trackers import MetricsRow, Writer
 from moezoo.training.files import replace_text
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.config.settings import ProfileSettings
 from moezoo.parallel import distributed
 from moezoo.profiling.profile import ORDER, Operation, Profile, operations, read_trace, recording, step_of

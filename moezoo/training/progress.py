@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 
 from moezoo.parallel import distributed
-from moezoo.progress import BAR, BatchCounter, bar_on, time_left
+from moezoo.terminal.progress import BAR, BatchCounter, bar_on, time_left
 from moezoo.trackers import MetricsRow, Writer
 from moezoo.training.watch import LiveView, wrap
 

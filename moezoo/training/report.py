@@ -18,7 +18,8 @@ from moezoo.config.own import name_in, path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.data import Source
 from moezoo.data.epochs import Epochs
-from moezoo.host import in_units
+from moezoo.host.machine import in_units
+from moezoo.host.remote import RunPath
 from moezoo.hub.adapters import describe_peers
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
@@ -36,7 +37,6 @@ from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
-from moezoo.remote import RunPath
 from moezoo.training.evaluate import Evaluation
 from moezoo.training.metrics import Validations
 from moezoo.training.sample import Sample

@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from moezoo.config.run_folders import steps
 from moezoo.config.settings import TrainConfig
 from moezoo.errors import UserError
-from moezoo.host import in_gib, in_units
+from moezoo.host.machine import in_gib, in_units
+from moezoo.host.remote import is_url
 from moezoo.parallel.memory import room_of
-from moezoo.remote import is_url
 from moezoo.training.checkpoint import FROZEN, UNFINISHED, count_kept
 from moezoo.training.step import Step
 from moezoo.training.step_memory import step_footprint

@@ -34,7 +34,7 @@ from moezoo.config.text_copies import COPIED
 from moezoo.data import Source
 from moezoo.data.file_settings import fill_in
 from moezoo.errors import UserError
-from moezoo.host import is_same_file
+from moezoo.host.files import is_same_file
 from moezoo.models.base import LanguageModel
 from moezoo.parallel import distributed
 from moezoo.parallel.distributed import Alone

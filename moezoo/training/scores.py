@@ -15,7 +15,7 @@ from moezoo.models.choice import choose_dispatch
 from moezoo.nn.positions import make_context
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.mesh_execution import MeshExecution
-from moezoo.progress import OnBatch
+from moezoo.terminal.progress import OnBatch
 from moezoo.training.loss import TokenScores, score_tokens
 
 

@@ -1,6 +1,6 @@
 """What the summary of a run says of its pipeline stages."""
 
-from moezoo.host import in_units
+from moezoo.host.machine import in_units
 from moezoo.models.base import LanguageModel
 from moezoo.parallel.mesh import STAGE
 from moezoo.parallel.mesh_execution import MeshExecution

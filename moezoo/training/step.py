@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from moezoo.data import Batch
-from moezoo.host import give_back_freed_memory
+from moezoo.host.machine import give_back_freed_memory
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch

@@ -15,8 +15,8 @@ import threading
 import moezoo.interrupts as interrupts
 from moezoo.config.run_folders import steps
 from moezoo.errors import describe_end
+from moezoo.host.remote import as_path
 from moezoo.parallel.distributed import Distributed
-from moezoo.remote import as_path
 
 _VARIABLE = "MOEZOO_SUPERVISED"
 # The exit code of a process that ended because another one did.

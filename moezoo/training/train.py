@@ -17,7 +17,8 @@ from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Source, load, trigram_loss
 from moezoo.data.epochs import Epochs, make_epochs
 from moezoo.errors import UserError
-from moezoo.host import NO_CUDA_GRAPHS, add_xla_flags
+from moezoo.host.machine import NO_CUDA_GRAPHS, add_xla_flags
+from moezoo.host.remote import as_path
 from moezoo.hub.adapters import write_adapter
 from moezoo.hub.public_names import last_name
 from moezoo.models.adapters import NoAdapter
@@ -26,7 +27,6 @@ from moezoo.models.layers import layers_with_experts
 from moezoo.parallel import distributed
 from moezoo.parallel.cache import use_cache
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
-from moezoo.remote import as_path
 from moezoo.trackers import MetricsRow, RunStart, Writer
 from moezoo.training import report, supervisor
 from moezoo.training.build import build_state, build_step

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from moezoo.host import in_gib
+from moezoo.host.machine import in_gib
 from moezoo.trackers import MetricsRow, Writer
 
 _HEIGHT = 8  # lines of the curve

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import agreement, device, device_parts, tuning
 from benchmarks.parts import PARTS
 from moezoo.cli.command import execute
-from moezoo.host import locking
+from moezoo.host.files import locking
 from moezoo.kernels import blocks
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS

@@ -15,11 +15,11 @@ import pytest
 
 from moezoo.cli import command
 from moezoo.cli.command import ConfiguredCommand, KeysCommand, execute
-from moezoo.commands import COMMANDS
 from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.options import key, read
 from moezoo.config.overrides import defaults, groups, read_yaml
 from moezoo.errors import UserError
+from moezoo.tools.commands import COMMANDS
 from moezoo.typed import Size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

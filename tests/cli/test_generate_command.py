@@ -16,7 +16,7 @@ from refusals import refused
 from training_runs import steps_only
 
 import moezoo
-from moezoo import host
+import moezoo.host.machine as host
 from moezoo.cli import generate as generate_command
 from moezoo.cli.generate import continuations
 from moezoo.generation import generate as generation

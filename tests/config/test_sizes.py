@@ -10,7 +10,7 @@ import pytest
 from refusals import by_table, refused
 
 import moezoo
-from moezoo import host
+import moezoo.host.machine as host
 from moezoo.config.build import build_execution
 from moezoo.config.overrides import groups
 from moezoo.models.blueprint import Blueprint

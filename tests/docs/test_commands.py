@@ -14,11 +14,11 @@ from workspace import add_configurations, make_files
 from benchmarks.parts import MODELS, PARTS, PEER_STEPS
 from moezoo.cli.command import Command as MoezooCommand
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.commands import COMMANDS
 from moezoo.config import overrides
 from moezoo.config.compose import compose
 from moezoo.config.options import split, take, take_switches
 from moezoo.models.family import MADE
+from moezoo.tools.commands import COMMANDS
 from moezoo.tools.plan import command as plan
 from moezoo.tools.plan.candidates import check_mesh, fill, listed
 from moezoo.tools.plan.hardware import parse_slice

@@ -10,7 +10,7 @@ import pytest
 from refusals import refused
 
 import moezoo
-from moezoo.host import processors
+from moezoo.host.machine import processors
 from moezoo.parallel.mesh import (
     AXES,
     THREAD_VARIABLES,

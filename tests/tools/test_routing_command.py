@@ -16,7 +16,7 @@ from tokenizers_of_kinds import KINDS, with_start
 from training_runs import steps_only
 
 import moezoo
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.models import MixtralConfig, build_model
 from moezoo.tools.routing.counted import Context, RoutingAgreement, TextRouting, compare_routing
 from moezoo.tools.routing.report import code, make_page, numbers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moezoo.errors import UserError
-from moezoo.host import locking
+from moezoo.host.files import locking
 from moezoo.interrupts import Ended
 from moezoo.tools.sweep.expand import expand
 from moezoo.tools.sweep.runs import (

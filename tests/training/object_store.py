@@ -13,7 +13,7 @@ from unittest import mock
 from etils.epath import backend, gpath, stat_utils
 from orbax.checkpoint._src.path import gcs_utils
 
-from moezoo import remote
+from moezoo.host import remote
 
 
 class _New(io.BytesIO):

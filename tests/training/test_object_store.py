@@ -12,7 +12,7 @@ from training_runs import assert_same_models, read_rows, repeatable, steps_only,
 
 import moezoo
 from moezoo.config.run_folders import steps
-from moezoo.remote import as_path
+from moezoo.host.remote import as_path
 from moezoo.training import checkpoint
 from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.metrics import read_metrics

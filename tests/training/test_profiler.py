@@ -11,7 +11,7 @@ import pytest
 from training_runs import read_rows, steps_only, train_with_signal
 
 import moezoo
-from moezoo.host import NO_CUDA_GRAPHS
+from moezoo.host.machine import NO_CUDA_GRAPHS
 from moezoo.parallel import distributed
 from moezoo.profiling.profile import Operation, operations, recording
 from moezoo.training import profiler

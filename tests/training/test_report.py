@@ -13,11 +13,10 @@ from refusals import by_table
 import moezoo
 import moezoo.training.pictures as pictures
 import moezoo.training.progress as training_progress
-from moezoo import progress
 from moezoo.config.build import build_execution
 from moezoo.data import Synthetic
 from moezoo.data.source import Part
-from moezoo.host import in_units
+from moezoo.host.machine import in_units
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.containers import store
@@ -27,6 +26,7 @@ from moezoo.parallel.mesh import abstract_mesh
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
+from moezoo.terminal import progress
 from moezoo.training.build import build_step
 from moezoo.training.pictures import (
     draw_losses,

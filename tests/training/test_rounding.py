@@ -17,7 +17,7 @@ from training_runs import steps_only, train_and_print
 import moezoo
 from moezoo.config.build import build_execution
 from moezoo.data import Batch
-from moezoo.host import in_units
+from moezoo.host.machine import in_units
 from moezoo.optim import Guard
 from moezoo.parallel.axes import Axes, Role
 from moezoo.parallel.placement import Placement

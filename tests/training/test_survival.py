@@ -30,7 +30,7 @@ from moezoo.config.build import build_execution
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.run_folders import RUNNING, announcement, steps, trainer
 from moezoo.moe.dispatch import Ragged
-from moezoo.progress import BatchCounter
+from moezoo.terminal.progress import BatchCounter
 from moezoo.training import checkpoint
 from moezoo.training import train as module
 from moezoo.training.build import build_step

@@ -22,8 +22,16 @@ from packaging.requirements import Requirement
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read, take_switches
 from moezoo.errors import UserError, describe_end, last_words
-from moezoo.host import host_memory, in_gib, installed, own_variables, processor_limits, processor_name, processors
-from moezoo.tables import pairs
+from moezoo.host.machine import (
+    host_memory,
+    in_gib,
+    installed,
+    own_variables,
+    processor_limits,
+    processor_name,
+    processors,
+)
+from moezoo.terminal.tables import pairs
 from moezoo.typed import Range, counted
 
 MARK = "moezoo-doctor "  # the start of a line that a part's process prints for this one

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
 from moezoo.data import Batch
-from moezoo.host import driver_files, in_gib, installed
+from moezoo.host.machine import driver_files, in_gib, installed
 from moezoo.parallel.cache import SETTINGS, use_none
 from moezoo.parallel.kernels import device_target
 from moezoo.parallel.mesh import mesh_of, start

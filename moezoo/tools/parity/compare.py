@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.errors import UserError
 from moezoo.hub.loading import from_pretrained
 from moezoo.hub.opening import open_folder

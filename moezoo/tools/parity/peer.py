@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
+from moezoo.host.files import read_json
 from moezoo.hub.other_names import NESTED
-from moezoo.json_files import read_json
 from moezoo.tools.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.

@@ -13,7 +13,7 @@ from moezoo.config.compose import compose
 from moezoo.errors import UserError
 from moezoo.models import name_of
 from moezoo.parallel.traffic import CallName
-from moezoo.tables import cell, plain
+from moezoo.terminal.tables import cell, plain
 from moezoo.tools.plan.candidates import mesh_name
 from moezoo.tools.plan.estimate import PlanRow, as_mapping
 from moezoo.tools.plan.hardware import LEAST_RATIO, Slice

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.config.run_folders import find, run_folder, steps
     from moezoo.parallel.cache import use_cache
     from moezoo.parallel.mesh import start
-    from moezoo.progress import BatchCounter, bar_on
+    from moezoo.terminal.progress import BatchCounter, bar_on
     from moezoo.tools.routing.counted import compare_routing, routing
     from moezoo.tools.routing.report import lines, numbers, write
     from moezoo.training.files import check_writable, writing_to

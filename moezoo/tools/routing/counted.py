@@ -14,7 +14,7 @@ from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel, as_integers, check_inside
 from moezoo.models.layers import layers_with_experts
 from moezoo.parallel.execution import Execution
-from moezoo.progress import OnBatch
+from moezoo.terminal.progress import OnBatch
 from moezoo.tools.recording import make_expert_ids
 from moezoo.tools.routing.tally import SpecificToken, Tally, log_odds
 from moezoo.typed import convert, show

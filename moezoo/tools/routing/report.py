@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.tools.routing.counted import RoutingAgreement, TextRouting
 from moezoo.tools.routing.tally import SpecificToken
 from moezoo.training.files import replace_text, writing_to

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.config.build import blueprint_of
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import moezoo.interrupts as interrupts
-import moezoo.tables as tables
+import moezoo.terminal.tables as tables
 from moezoo.config import overrides
 from moezoo.config.run_folders import AUTO, steps, trainer
 from moezoo.errors import UserError, describe_end

@@ -1,27 +1,19 @@
-"""What this machine has: memory, processors, files to read, and locks of folders. Nothing imports JAX or NumPy."""
+"""What this machine has: memory, processors, and what XLA and JAX are told of them. Nothing imports JAX or NumPy."""
 
 import contextlib
 import ctypes
-import errno
-import fcntl
 import glob
 import importlib.metadata
 import os
 import platform
 import re
 import resource
-import stat
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from moezoo.errors import UserError
-from moezoo.remote import is_url
 
-_MOST_TEXT = 10**8  # bytes of a text that is read whole
-_TRIES = 4  # to lock a folder
-_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 # Options of glibc's mallopt, from <malloc.h>: M_TRIM_THRESHOLD (never give back the end of a heap), M_MMAP_MAX (no
 # mapping for a single large block, which is given back when it is freed), M_TOP_PAD (with less than the 64 MB of a
 # thread's heap, a heap that becomes empty is given back).
@@ -95,14 +87,6 @@ def installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def is_same_file(one: Path, other: Path) -> bool:
-    """Return whether two files have the same bytes; not where one is missing or cannot be read."""
-    try:
-        return one.read_bytes() == other.read_bytes()
-    except OSError:
-        return False
 
 
 def user_cache() -> Path:
@@ -239,92 +223,3 @@ def _group_folders(controller: str, groups: Path, root: Path) -> Iterator[tuple[
         for folder in (inner, *inner.parents):
             if folder.is_relative_to(top):
                 yield folder, 1 if controllers else 2
-
-
-def check_name(path: Path, shown: str) -> Path:
-    """Return `path`; raise `UserError` with `shown` at its start if no file can have this name."""
-    try:
-        path.lstat()
-    except (OSError, ValueError) as error:
-        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
-            reason = getattr(error, "strerror", error)
-            raise UserError(f"{shown}: no folder can have this name ({reason}); write another") from None
-    return path
-
-
-def check_file(path: Path, shown: str, advice: str) -> int:
-    """Return the size in bytes of the regular file `path`; any other could block or never end when it is read.
-
-    Raises `UserError` with `shown` at its start and `advice` at its end if it is none.
-    """
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{shown} does not exist; {advice}") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{shown} cannot be read ({getattr(error, 'strerror', error)}); {advice}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{shown} is {_KINDS.get(stat.S_IFMT(found.st_mode), 'a device')}, not a file; {advice}")
-    return found.st_size
-
-
-def _open_folder(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-
-
-def is_locked(folder: Path) -> bool:
-    """Return whether another process, or another part of this one, has locked a folder with `locking`.
-
-    It is locked itself meanwhile, so that others may ask too.
-    """
-    handle = _open_folder(folder)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
-def read_text(path: Path, shown: str, advice: str, *, most: int = _MOST_TEXT) -> str:
-    """Return the UTF-8 text of the regular file `path`, or of the object of this name in a store.
-
-    Raises `UserError` with `shown` at its start and `advice` at its end if it is none, or has more than `most` bytes.
-    """
-    if not is_url(path) and check_file(path, shown, advice) > most:
-        raise UserError(f"{shown} has more than {most} bytes; {advice}")
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{shown} cannot be read ({error.strerror}); {advice}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{shown} is not UTF-8 text (byte {error.start}); {advice}") from error
-
-
-@contextlib.contextmanager
-def locking(folder: Path, refusal: str) -> Iterator[None]:
-    """Lock a folder against other processes while the block runs; the end of this process unlocks it too.
-
-    A link in its place is not followed. Raises `UserError` with `refusal` if another process has locked the folder, or
-    has renamed or removed it meanwhile.
-    """
-    handle = _open_folder(folder)
-    try:
-        # A file system without locks raises another error.
-        with contextlib.suppress(OSError):
-            for tries_left in reversed(range(_TRIES)):
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:  # perhaps somebody only asks (`is_locked`)
-                    if not tries_left:
-                        raise UserError(refusal) from None
-                    time.sleep(0.05)
-        if not (folder.exists() and os.path.samestat(os.fstat(handle), os.lstat(folder))):
-            raise UserError(refusal)
-        yield
-    finally:
-        os.close(handle)

@@ -1,0 +1,1 @@
+"""What a run needs of this machine: memory and processors, files, and folders in an object store."""

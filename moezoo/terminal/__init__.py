@@ -1,0 +1,1 @@
+"""What commands print: tables as lines of text, and progress while something runs."""
