@@ -137,7 +137,7 @@ def _piece(x: _Floats, state: Array, marks: _Marks) -> tuple[Array, Array]:
     reads, writes, keeps = reads[..., None], writes[..., None], marks.keeps[:, None, None, :, None]
     pair = _pairs_per_channel if x.decay.shape[-1] > 1 else _pairs_per_head
     writing, reading = (jnp.where(same, one, 0) for one in pair(x))
-    inverse = invert(jnp.tril(x.strength[..., None] * writing, -1))
+    inverse = invert(x.strength[..., None] * writing)
     q, k = x.q[:, :, None], x.k[:, :, None]
     since = jnp.exp(jnp.cumsum(x.decay, -2))
     until = jnp.exp(_after(x.decay))
@@ -206,7 +206,7 @@ def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def invert(lower: Float[Array, "*dims token token"]) -> Float[Array, "*dims token token"]:
-    """Return the inverse of I + `lower`, which is strictly lower triangular with a power of two of rows.
+    """Return the inverse of I + tril(`lower`, -1), a power of two of rows; other numbers of `lower` are not read.
 
     From the inverses of blocks on the diagonal follow those of blocks twice as large. All of them are parts of the
     result, so nothing large cancels, as it does in products of (I - N)(I + N^2)(I + N^4) for tokens with equal keys.

@@ -185,7 +185,7 @@ def test_the_inverse_of_a_unit_triangular_matrix(largest):
 
 def test_spans_one_behind_the_other():
     """The map of a span takes the state before it to that after it, and maps compose in the order of tokens."""
-    floats, before = make(90, False, 2.0), np.ones(2, np.int32)
+    floats, before = make(90, False, 0.02), np.ones(2, np.int32)
     segment: Any = np.ones((2, 90), np.int32)
     segment[1, 70:] = 2
     initial = floats.initial
@@ -209,7 +209,7 @@ def test_spans_one_behind_the_other():
 
 def test_memory_and_what_a_gradient_keeps():
     """For 4,096 tokens no array is larger than an operand: there is a state per piece, not per token."""
-    tokens, key = 4096, 64
+    tokens, key = 4096, 16
     shape = (1, tokens, 1, key)
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     shapes = Floats(like(*shape), like(*shape), like(1, tokens, 1, 1, key), like(1, tokens, 1, 1), *[like(1)] * 2)
