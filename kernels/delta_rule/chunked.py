@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.delta_rule.base import Operands, Recalled, Start
 from moezoo.parallel.collectives import ATTENTION, vary_like
@@ -49,13 +49,11 @@ class _Floats(NamedTuple):
     strength: Array
 
 
-class _Marks(NamedTuple):
-    """Which tokens of a piece see what: of tokens of a chunk, and of its tokens and the state before it or after it."""
+class _Documents(NamedTuple):
+    """The documents of the tokens of a piece, and of the token before each of its chunks."""
 
-    same: Bool[Array, "batch chunks token token"]
-    reads: Bool[Array, "batch chunks token"]
-    writes: Bool[Array, "batch chunks token"]
-    keeps: Bool[Array, "batch chunks"]
+    segment: Int[Array, "batch chunks token"]
+    before: Int[Array, "batch chunks"]
 
 
 def rule(operands: Operands, start: Start) -> Recalled:
@@ -74,8 +72,11 @@ def rule(operands: Operands, start: Start) -> Recalled:
     # Padding at the end: tokens of the last document that write nothing and do not decay.
     floats = _Floats(*(cut(x.astype(jnp.float32)) for x in (o.q, o.k, o.v, decay, o.strength)))
     floats = _Floats(*(jnp.moveaxis(x, (1, 4), (0, 2)) for x in floats[:2]), *map(_groups_first, floats[2:]))
-    marks = _marks(cut(o.segment, "edge"), start.segment)
-    result, state = _read(floats, marks, start.state)
+    segment = cut(o.segment, "edge")
+    last = segment[..., -1]
+    before = jnp.concatenate([start.segment[:, None], last.reshape(len(last), -1)[:, :-1]], axis=1)
+    documents = _Documents(segment.swapaxes(0, 1), before.reshape(last.shape).swapaxes(0, 1))
+    result, state = _read(floats, documents, start.state)
     result = jnp.moveaxis(result, (0, 2, 3), (1, 4, 5)).reshape(o.v.shape[0], -1, *o.v.shape[2:])
     return Recalled(result[:, :tokens].astype(o.v.dtype), state)
 
@@ -85,56 +86,45 @@ def _groups_first(x: Array) -> Array:
     return jnp.moveaxis(x, (1, 4, 5), (0, 2, 3))
 
 
-def _marks(segment: Int[Array, "batch pieces chunks token"], before: Int[Array, " batch"]) -> _Marks:
-    """Return the marks of all pieces, [pieces, ...]."""
-    last = segment[..., -1]
-    previous = jnp.concatenate([before[:, None], last.reshape(len(before), -1)[:, :-1]], axis=1).reshape(last.shape)
-    marks = _Marks(
-        jnp.tril(segment[..., :, None] == segment[..., None, :]),
-        segment == previous[..., None],
-        segment == last[..., None],
-        last == previous,
-    )
-    return jax.tree.map(lambda x: x.swapaxes(0, 1), marks)
-
-
 @jax.custom_vjp
-def _read(floats: _Floats, marks: _Marks, initial: Array) -> tuple[Array, Array]:
-    return _forward(floats, marks, initial)[0]
+def _read(floats: _Floats, documents: _Documents, initial: Array) -> tuple[Array, Array]:
+    return _forward(floats, documents, initial)[0]
 
 
-def _forward(floats: _Floats, marks: _Marks, initial: Array) -> tuple[tuple[Array, Array], Any]:
-    def step(state: Array, piece: tuple[_Floats, _Marks]) -> tuple[Array, tuple[Array, Array]]:
+def _forward(floats: _Floats, documents: _Documents, initial: Array) -> tuple[tuple[Array, Array], Any]:
+    def step(state: Array, piece: tuple[_Floats, _Documents]) -> tuple[Array, tuple[Array, Array]]:
         result, after = _piece(piece[0], state, piece[1])
         return after, (result, state)
 
-    state, (result, states) = lax.scan(step, initial, (floats, marks))
+    state, (result, states) = lax.scan(step, initial, (floats, documents))
     # Named, so that a policy that saves them saves the loop as well.
     result, states = (checkpoint_name(x, ATTENTION) for x in (result, states))
-    return (result, state), (floats, marks, states)
+    return (result, state), (floats, documents, states)
 
 
 def _backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[_Floats, None, Array]:
-    floats, marks, states = residuals
+    floats, documents, states = residuals
     by_result, by_state = cotangents
 
     def step(back: Array, piece: Any) -> tuple[Array, _Floats]:
-        floats, marks, state, by_result = piece
-        _, pull = jax.vjp(lambda floats, state: _piece(floats, state, marks), floats, state)
+        floats, documents, state, by_result = piece
+        _, pull = jax.vjp(lambda floats, state: _piece(floats, state, documents), floats, state)
         by_floats, by_state = pull((by_result, back))
         return by_state, by_floats
 
-    by_initial, by_floats = lax.scan(step, by_state, (floats, marks, states, by_result), reverse=True)
+    by_initial, by_floats = lax.scan(step, by_state, (floats, documents, states, by_result), reverse=True)
     return by_floats, None, by_initial
 
 
 _read.defvjp(_forward, _backward)
 
 
-def _piece(x: _Floats, state: Array, marks: _Marks) -> tuple[Array, Array]:
+def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Array]:
     """Return the results of a piece, [batch, heads, group, chunks, CHUNK, value_dim], and the state after it."""
-    same, reads, writes = (mark[:, None, None] for mark in marks[:3])
-    reads, writes, keeps = reads[..., None], writes[..., None], marks.keeps[:, None, None, :, None]
+    segment, before = (x[:, None, None] for x in documents)
+    same = jnp.tril(segment[..., :, None] == segment[..., None, :])
+    reads, writes = (segment == x[..., None] for x in (before, segment[..., -1]))
+    reads, writes, keeps = reads[..., None], writes[..., None], (segment[..., -1] == before)[..., None]
     pair = _pairs_per_channel if x.decay.shape[-1] > 1 else _pairs_per_head
     writing, reading = (jnp.where(same, one, 0) for one in pair(x))
     inverse = invert(x.strength[..., None] * writing)
