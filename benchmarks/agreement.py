@@ -30,7 +30,7 @@ from moezoo.kernels.attention.intervals import intervals
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.kernels.grouped_matmul import Backend, chosen_backend, gated
 from moezoo.models import build_model
-from moezoo.nn.activation import SWIGLU
+from moezoo.nn.mlp import SWIGLU
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import KernelOrder, Kernels, Target, anywhere, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of

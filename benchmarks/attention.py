@@ -25,8 +25,7 @@ from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
 from moezoo.parallel.kernels import KernelOrder, Target, device_target
 from moezoo.parallel.mesh import start
-from moezoo.tools.absent import absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import absent_devices, compile_for, memory_of
 
 # A batch holds at most this many tokens, and at least one row.
 _TOKENS = 1024

@@ -38,8 +38,7 @@ from moezoo.parallel.kernels import KernelOrder, device_target
 from moezoo.parallel.mesh import MeshShape, mesh_of, prepare, start
 from moezoo.parallel.traces import collective_traffic
 from moezoo.profiling.hlo import bytes_outside_kernels
-from moezoo.tools.absent import GPUS, absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import GPUS, absent_devices, compile_for, memory_of
 from moezoo.training.build import build_step
 from moezoo.training.step_memory import step_footprint
 

@@ -43,7 +43,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels, Target, device_target
 from moezoo.parallel.mesh import start
 from moezoo.profiling.profile import profile
-from moezoo.tools.compiling import memory_of
+from moezoo.tools.absent import memory_of
 from moezoo.tools.plan.work import model_flops
 from moezoo.training.build import build_step
 from moezoo.training.step_memory import step_footprint

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.results import Column, Panel, Report, Row, Table, points, ratio, split, spread
 from benchmarks.steps import Running, Turns, overrides
 from moezoo.config.settings import TrainConfig
-from moezoo.moe.chunks import layer_rows
+from moezoo.moe.mixture import layer_rows
 from moezoo.parallel.mesh_execution import MeshExecution
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from moezoo.tools.compiling import memory_of
+from moezoo.tools.absent import memory_of
 
 # Runs the work and returns when it is done.
 Call = Callable[[], Any]

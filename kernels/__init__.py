@@ -1,4 +1,4 @@
-"""Kernels: one folder per kernel, with the contract in `api` and one file per backend.
+"""Kernels: a folder for each one with backends, which has the contract in `api` and a file per backend; permutations.
 
 `moezoo.kernels.grouped_matmul` is the function.
 """

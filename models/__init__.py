@@ -4,8 +4,7 @@ import jax
 
 from moezoo.errors import UserError, describe_class
 from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
-from moezoo.models.arguments import check_key
-from moezoo.models.base import LanguageModel
+from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.family import MADE, Family, alike

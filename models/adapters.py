@@ -13,9 +13,8 @@ from jaxtyping import Array
 from moezoo.errors import UserError, nearest
 from moezoo.models.base import LanguageModel
 from moezoo.nn.linear import draws_numbers
-from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
+from moezoo.parallel.axes import Axes, Role, is_stored, matches, matching, parameter_table
 from moezoo.parallel.low_rank import LowRank, drops, pairs_by_path
-from moezoo.parallel.patterns import matches, matching
 from moezoo.typed import Positive, Range, Size, check_fields, show
 
 # A short word for the weights of a kind of part, and the patterns of their paths.

@@ -19,9 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from moezoo.moe.chunks import layer_rows, run_experts
 from moezoo.moe.dispatch import Assignment, Gather
 from moezoo.moe.experts import Experts
+from moezoo.moe.mixture import layer_rows, run_experts
 from moezoo.parallel.axes import Stack, trainable_mask
 from moezoo.parallel.collectives import vary, vary_like
 from moezoo.parallel.dispatch import Dispatch, ExpertGroup

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 from moezoo.typed import MayChange, NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer

@@ -36,10 +36,7 @@ from moezoo.models.config import Limit, ModelConfig, check_rotary, extended
 from moezoo.models.parts import block, mixture, mlp, out_std
 from moezoo.moe.router import Choice
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
-from moezoo.nn.query_scale import QueryScale
-from moezoo.nn.rope import Pairs
-from moezoo.nn.rotary import Rotary
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Pairs, QueryScale, Rotary, Yarn
 from moezoo.typed import Count, Positive, Size
 
 # DeepSeek-V3's router, with groups for the experts of the laptop size.

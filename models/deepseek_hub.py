@@ -9,8 +9,7 @@ from moezoo.models.config_json import YARN_KEYS, ConfigJson, extension_keys, rea
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
 from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
-from moezoo.nn.rope import Pairs
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Pairs, Yarn
 from moezoo.typed import show
 
 # The type alone gives the score of the router: softmax for deepseek_v2 and mistral4, sigmoid for the others.

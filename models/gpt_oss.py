@@ -29,9 +29,8 @@ from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, ro
 from moezoo.models.names import GROUPED_ATTENTION, MLP, MOE, layers, rows
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
-from moezoo.nn.activation import ClampedSwiGLU
-from moezoo.nn.rotary import Rotary
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.mlp import ClampedSwiGLU
+from moezoo.nn.rotary import Rotary, Yarn
 from moezoo.typed import Positive
 
 # What a query sees.
@@ -47,7 +46,7 @@ class GptOssConfig(GroupedAttentionConfig):
     | `attention_bias` | whether the four projections of attention have biases |
     | `window` | the tokens that a query sees, itself included, in layers with a window; None: no layer has one |
     | `full_layers` | the layers, from 0, whose queries see all tokens; None: every second one, 1, 3, 5, ... |
-    | `swiglu_alpha`, `swiglu_limit` | the activation of experts (`moezoo.nn.activation`) |
+    | `swiglu_alpha`, `swiglu_limit` | the activation of experts (`moezoo.nn.mlp`) |
     | `yarn` | the extension to longer texts; a factor of 1 is none |
 
     `moezoo.models.config` describes the others.

@@ -38,9 +38,7 @@ from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_la
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
-from moezoo.nn.rope import Pairs
-from moezoo.nn.rotary import Rotary
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Pairs, Rotary, Yarn
 from moezoo.typed import Count, Size
 
 

@@ -1,4 +1,19 @@
-"""Models with grouped-query attention from and to the config.json of a Hugging Face folder, and their tensor names."""
+"""Models with grouped-query attention from and to the config.json of a Hugging Face folder, and their tensor names.
+
+`_TYPES` has a row per `model_type`: the settings of `GroupedConfig` with their keys in config.json, those of heads and
+rotary positions, the names of tensors, and keys that may only have one value or that nothing reads (`ModelType`). The
+functions before it make groups of settings that several types share.
+
+What differs most is where the types keep which layers have an MLP instead of experts. Our settings are
+`moe_every` and `mlp_layers`, and theirs:
+
+| key in config.json | types |
+|---|---|
+| `decoder_sparse_step`, `mlp_only_layers` | Qwen3-MoE |
+| `mlp_layer_types` | Hunyuan 3 |
+| `moe_layer_interval` and two more | ERNIE 4.5 |
+| `first_k_dense_replace` | GLM, dots.llm1 |
+"""
 
 import math
 import operator
@@ -24,7 +39,7 @@ from moezoo.models.hub import (
     required,
 )
 from moezoo.models.names import BLOCK_SPARSE, DENSE, MLP, MOE, SWIGLU, USUAL, change, rows
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 from moezoo.typed import show
 
 _ABOUT = {
@@ -35,17 +50,23 @@ _ABOUT = {
     "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
-# `moe_every` and `mlp_layers`.
+# Our settings `moe_every` and `mlp_layers`: every how many layers one has experts, and which of these have an MLP.
 Split = tuple[int, Sequence[int]]
 
 
-def _layers(
+def _which_have_experts(
     keys: str, read: Callable[[ConfigJson, int], Split], write: Callable[[GroupedConfig], Mapping[str, Any]]
 ) -> Settings:
-    """Return which layers have experts, in `keys`, with spaces in between, that `read(config, layers)` reads."""
+    """Return the settings that state which layers have experts.
+
+    Args:
+        keys: Their keys in config.json, with spaces in between, for messages.
+        read: A function of config.json and the number of layers.
+        write: A function of the configuration that returns these keys.
+    """
 
     def read_checked(config: ConfigJson, found: Found) -> Found:
-        """Raise `UserError` where none has."""
+        """Return what `read` does. Raises `UserError` where no layer has experts."""
         layers = found["layers"]
         every, without = read(config, layers)
         if all(i in without for i in range(every - 1, layers, every)):
@@ -56,12 +77,12 @@ def _layers(
     return {"with_experts": Part(read_checked, write)}
 
 
-def _read_listed(config: ConfigJson, layers: int) -> Split:
+def _read_mlp_only_layers(config: ConfigJson, layers: int) -> Split:
     listed = config.read("mlp_only_layers", tuple[int, ...] | None, None) or ()
     return config.read("decoder_sparse_step", int, 1), [i for i in listed if 0 <= i < layers]
 
 
-def _read_types(config: ConfigJson, layers: int) -> Split:
+def _read_layer_types(config: ConfigJson, layers: int) -> Split:
     types = config.read("mlp_layer_types", tuple[Literal["dense", "sparse"], ...] | None, None)
     types = ("dense", *["sparse"] * (layers - 1)) if types is None else types
     if len(types) != layers:
@@ -74,7 +95,7 @@ def _read_types(config: ConfigJson, layers: int) -> Split:
     return 1, without
 
 
-def _write_types(config: GroupedConfig) -> dict[str, Any]:
+def _write_layer_types(config: GroupedConfig) -> dict[str, Any]:
     types = ["sparse" if kind == "moe" else "dense" for kind in kinds(config)[0]]
     first = types.index("sparse")
     return {"mlp_layer_types": types} | ({} if "dense" in types[first:] else {"first_k_dense_replace": first})
@@ -94,32 +115,37 @@ def _write_interval(config: GroupedConfig) -> dict[str, Any]:
     return {"moe_layer_interval": config.moe_every, **ends}
 
 
-_LISTED = _layers(
+_BY_LIST = _which_have_experts(
     "decoder_sparse_step mlp_only_layers",
-    _read_listed,
+    _read_mlp_only_layers,
     lambda c: {"decoder_sparse_step": c.moe_every, "mlp_only_layers": list(c.mlp_layers)},
 )
-_BY_TYPE = _layers("mlp_layer_types", _read_types, _write_types)
-_INTERVAL = _layers("moe_layer_interval moe_layer_start_index moe_layer_end_index", _read_interval, _write_interval)
+_BY_TYPE = _which_have_experts("mlp_layer_types", _read_layer_types, _write_layer_types)
+_BY_INTERVAL = _which_have_experts(
+    "moe_layer_interval moe_layer_start_index moe_layer_end_index", _read_interval, _write_interval
+)
 
 
-def _first(default: int) -> Settings:
-    """The first layers have an MLP; `default` of them where the key is missing."""
+def _first_have_mlps(default: int) -> Settings:
+    """Return the settings of types whose first layers have an MLP; `default` of them where the key is missing."""
     key = "first_k_dense_replace"
-    return _layers(
+    return _which_have_experts(
         key,
         lambda config, layers: (1, range(min(layers, config.read(key, int, default, least=0)))),
         lambda c: {key: (*kinds(c)[0], "moe").index("moe")},
     )
 
 
-def _further(
+def _heads_and_rope(
     base: float = 1e4, size: int | None = None, share: float | None = None, key: str = "partial_rotary_factor"
 ) -> Settings:
-    """Return the settings of heads and of rotary positions; MiniMax-M2 may have rotated dimensions, under `key`.
+    """Return the settings of heads and of rotary positions.
 
-    `base`, `size` of heads and rotated `share` of them are those where no key has them; without a `share`, heads are
-    rotated whole.
+    Args:
+        base: The base of frequencies where no key has it.
+        size: The size of a head where no key has it; None: `embed` / heads.
+        share: The rotated share of a head where no key has it; None: heads are rotated whole, and no share is written.
+        key: The key of the rotated part: of its share, or `rotary_dim` of its dimensions, as in MiniMax-M2.
     """
 
     def read(config: ConfigJson, found: Found) -> Found:
@@ -149,7 +175,7 @@ def _further(
 
 
 def _read_window(config: ConfigJson, found: Found) -> Found:
-    """Return the window of Qwen3-MoE."""
+    """Read the window of Qwen3-MoE, which all layers have, or none."""
     window = config.read("sliding_window", int | None, 4096)
     if config.read("use_sliding_window", bool, False):
         return {"window": window}
@@ -158,7 +184,10 @@ def _read_window(config: ConfigJson, found: Found) -> Found:
 
 
 def _read_window_by_layer(config: ConfigJson, found: Found, full: int = 62) -> Found:
-    """Return the window of dots.llm1, whose layers may differ in transformers; `full`: the first ones without one."""
+    """Read the window of dots.llm1, whose layers may differ in transformers, and must not here.
+
+    The first `full` layers have no window where no key states their number.
+    """
     window = config.read("sliding_window", int | None, 4096)
     layers, first = found["layers"], config.read("max_window_layers", int | None, full, least=0)
     types = config.read_layer_types(("full_attention", "sliding_attention"), layers)
@@ -174,7 +203,7 @@ def _read_window_by_layer(config: ConfigJson, found: Found, full: int = 62) -> F
 
 
 def _read_window_of_qwen3(config: ConfigJson, found: Found) -> Found:
-    """Return the window of the dense Qwen3."""
+    """Read the window of the dense Qwen3."""
     for key in ("sliding_window", "max_window_layers", "layer_types"):
         config.get(key)
     used = config.read("use_sliding_window", bool, False)
@@ -202,8 +231,14 @@ _SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
 
 
-def _v3(max_length: int, shared: Any = REQUIRED, null: Any = REQUIRED) -> Settings:
-    """Return the settings of types with the keys of DeepSeek-V3; `null` is what null of the groups means."""
+def _like_deepseek_v3(max_length: int, shared: Any = REQUIRED, null: Any = REQUIRED) -> Settings:
+    """Return the settings of types that have the keys of DeepSeek-V3.
+
+    Args:
+        max_length: The tokens per text where no key has them.
+        shared: The number of shared experts where no key has it; by default a key must.
+        null: The number of groups that null stands for; by default null is refused.
+    """
     return {
         **common(max_length),
         **_SIZES,
@@ -221,8 +256,8 @@ _TYPES = {
     "qwen3_moe": ModelType(
         "Qwen3Moe",
         # transformers reads both names of the experts, and its newer versions write the first.
-        common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | _LISTED,
-        _further() | {"window": _WINDOW},
+        common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | _BY_LIST,
+        _heads_and_rope() | {"window": _WINDOW},
         USUAL,
         # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
         {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
@@ -230,15 +265,15 @@ _TYPES = {
     ),
     "glm4_moe": ModelType(
         "Glm4Moe",
-        _v3(131072, shared=1)
+        _like_deepseek_v3(131072, shared=1)
         | {
             "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
             "norm_over": Key("use_qk_norm", False, words=("nothing", "head")),
             "attention_bias": Key("attention_bias", False, words=("none", "inputs")),
             "loss": fixed({"load_balance": 0.0001, "load_balance_over": "sequence"}),  # of all released, by their paper
         }
-        | _first(1),
-        _further(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},
+        | _first_have_mlps(1),
+        _heads_and_rope(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},
         USUAL,
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         _MTP,
@@ -255,7 +290,7 @@ _TYPES = {
             # No layer has an MLP; where a width is asked for, it is that of experts.
             "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
         },
-        _further(5e6, 128, 1.0, "rotary_dim")
+        _heads_and_rope(5e6, 128, 1.0, "rotary_dim")
         | {"rotary_dim": Part(write=lambda c: {"rotary_dim": c.rotary_dims or c.head_dim})},
         BLOCK_SPARSE,
         {"router_jitter_noise": (0,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",)}
@@ -279,7 +314,7 @@ _TYPES = {
         }
         | _BIAS
         | _BY_TYPE,
-        _further(11_158_840.0, 128),
+        _heads_and_rope(11_158_840.0, 128),
         change(
             USUAL,
             *rows(f"{MOE}router.", MLP, "weight=router.gate.weight choice_bias=expert_bias"),
@@ -292,8 +327,8 @@ _TYPES = {
     ),
     "dots1": ModelType(
         "Dots1",
-        _v3(2048, null=1) | _GATES | _BIAS | _first(0),  # published with null for one group
-        _further() | {"window": _WINDOW_BY_LAYER},
+        _like_deepseek_v3(2048, null=1) | _GATES | _BIAS | _first_have_mlps(0),  # published with null for one group
+        _heads_and_rope() | {"window": _WINDOW_BY_LAYER},
         USUAL,
         {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
         "use_sliding_window aux_loss_alpha seq_aux ep_size",  # transformers reads none
@@ -310,8 +345,8 @@ _TYPES = {
             "router.least_sum": Key("moe_norm_min", 1e-12),
             "fixed": fixed({"norm_over": "nothing", "rope_pairs": "interleaved", "router.choice_bias": "learned"}),
         }
-        | _INTERVAL,
-        _further(5e5),
+        | _BY_INTERVAL,
+        _heads_and_rope(5e5),
         change(USUAL, *rows(f"{MOE}router.", f"{MLP}moe_statics.", "choice_bias=e_score_correction_bias", "row")),
         {"use_bias": (False,), "use_moe": (True,), "use_rmsnorm": (True,), "moe_use_aux_free": (True,)}
         | {"moe_gate": ("topk", "topk_fused"), "compression_ratio": (1,), "hidden_dropout_prob": (0,)},
@@ -321,7 +356,10 @@ _TYPES = {
 
 
 def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
-    """Return the tensors for multi-token prediction; those of ERNIE 4.5 have names of their own."""
+    """Return the tensors of `left` that no model reads, and what each is for.
+
+    They are those that `deepseek_hub` knows, and those for multi-token prediction of ERNIE 4.5, by names of its own.
+    """
     mtp = {name: "multi-token prediction" for name in left if name.startswith("model.mtp_")}
     return deepseek_hub.find_unused(left, expected) | mtp
 
@@ -369,7 +407,7 @@ DENSE_HUB = Hub(
             | common_dense(32768, kv_heads=32)
             | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
             | _BIAS,
-            _further(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
+            _heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
             DENSE,
         )
     },

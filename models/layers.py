@@ -22,10 +22,9 @@ from moezoo.moe.routing import LayerSums
 from moezoo.nn.cache import Cache
 from moezoo.nn.positions import Context
 from moezoo.parallel.axes import Stack
-from moezoo.parallel.held import use
 from moezoo.parallel.low_rank import with_dropout
 from moezoo.parallel.mesh_execution import MeshExecution
-from moezoo.parallel.weight_mover import WeightMover
+from moezoo.parallel.weight_mover import WeightMover, use
 
 # (block, what its mixer kept) -> what the loop keeps of the layer.
 Collect = Callable[[Block, PyTree], PyTree]
@@ -188,7 +187,7 @@ def learn_stack(
         context: The coordinates of the tokens.
         execution: How the layers run.
         first: The number of the first layer among all of the model.
-        held: The weights of `stack.blocks` if they are gathered already (`moezoo.parallel.held`).
+        held: The weights of `stack.blocks` if they are gathered already (`moezoo.parallel.weight_mover`).
     """
 
     def run(x: Array, block: Any, kept: Any, own: Context, *where: Any) -> tuple[Array, LayerSums | None]:

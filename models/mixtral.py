@@ -23,8 +23,7 @@ from moezoo.models.hub import SILU, Hub, Key, ModelType, Settings, common, commo
 from moezoo.models.names import BLOCK_SPARSE, DENSE
 from moezoo.models.parts import block, grouped_attention, mixture
 from moezoo.moe.router import Choice
-from moezoo.nn.llama3 import Llama3
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import Llama3, Rotary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,12 +35,11 @@ from moezoo.parallel.axes import Role, Stack, axes_of
 from moezoo.parallel.collectives import psum, vary_like
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.dropout import Dropout
-from moezoo.parallel.held import hold
+from moezoo.parallel.execution import rematerialise
 from moezoo.parallel.mesh import STAGE
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.pipeline import Piped
-from moezoo.parallel.remat import rematerialise
-from moezoo.parallel.weight_mover import WeightMover
+from moezoo.parallel.weight_mover import WeightMover, hold
 
 
 class MicroBatches(NamedTuple):

@@ -132,8 +132,8 @@ def test_there_are_no_circles(graph):
 @pytest.mark.parametrize(
     ("module", "line", "arrow"),
     [
-        ("moezoo.parallel.rules", "from moezoo.nn import rope", "moezoo.parallel.rules -> moezoo.nn.rope"),
-        ("moezoo.nn.rope", "from moezoo.training import step", "moezoo.nn.rope -> moezoo.training.step"),
+        ("moezoo.parallel.rules", "from moezoo.nn import rotary", "moezoo.parallel.rules -> moezoo.nn.rotary"),
+        ("moezoo.nn.rotary", "from moezoo.training import step", "moezoo.nn.rotary -> moezoo.training.step"),
         ("moezoo.optim.sgd", "from moezoo.data import Batch", "moezoo.optim.sgd -> moezoo.data"),
         ("moezoo.config.build", "from moezoo import Execution", "moezoo.config.build -> moezoo"),
     ],
@@ -164,12 +164,12 @@ def test_a_planted_circle_is_found(graph):
     ],
 )
 def test_imports_that_cannot_be_followed_are_refused(code, line):
-    with pytest.raises(AssertionError, match=r"^moezoo.nn.rope, line \d+: "):
-        imports("moezoo.nn.rope", f"{code['moezoo.nn.rope']}\n{line}\n", code)
+    with pytest.raises(AssertionError, match=r"^moezoo.nn.rotary, line \d+: "):
+        imports("moezoo.nn.rotary", f"{code['moezoo.nn.rotary']}\n{line}\n", code)
 
 
 def test_a_module_that_is_imported_by_its_path_is_found(code):
-    assert "moezoo.training.step" in imports("moezoo.nn.rope", "import moezoo.training.step as step", code)
+    assert "moezoo.training.step" in imports("moezoo.nn.rotary", "import moezoo.training.step as step", code)
 
 
 def find_hidden(code: Mapping[str, str]) -> set[str]:

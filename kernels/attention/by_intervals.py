@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from moezoo.kernels.attention.base import FLOOR, NOTHING, Attended, Operands, Results, Scale, Softmax
 from moezoo.kernels.attention.intervals import intervals
-from moezoo.kernels.once import traced_once
+from moezoo.kernels.calls import traced_once
 from moezoo.parallel.collectives import ATTENTION
 
 

@@ -36,7 +36,7 @@ from moezoo.kernels.attention.base import (
     Softmax,
     sees,
 )
-from moezoo.kernels.once import traced_once
+from moezoo.kernels.calls import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
 
 # The most tokens per block on a CPU: for up to `_SHORT` tokens, and for more.

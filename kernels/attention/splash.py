@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from moezoo.kernels.attention.base import FLOOR, Interval, Softmax
 from moezoo.kernels.attention.intervals import meeting, spans_of
 from moezoo.kernels.attention.partial import join_softmax
-from moezoo.kernels.unchecked import call_unchecked
+from moezoo.kernels.calls import call_unchecked
 
 # The most tokens of a block, and the keys of a call, whose numbers have 16 bits.
 BLOCK, KEYS = 512, 2**16

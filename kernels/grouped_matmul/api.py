@@ -31,7 +31,7 @@ from moezoo.parallel.kernels import (
     runs_on_hopper,
     runs_on_tpu,
 )
-from moezoo.parallel.stacked import InStack, on_cpu
+from moezoo.parallel.stacks import InStack, on_cpu
 from moezoo.parallel.stored import Composed, Frozen, Stored, Widened, by_matrix, materialise
 
 

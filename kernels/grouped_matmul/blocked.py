@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.stacked import turned
+from moezoo.parallel.stacks import turned
 from moezoo.parallel.stored import Matrices, matrix_of
 
 BLOCKS = (256, 128, 32)

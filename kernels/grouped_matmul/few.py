@@ -11,7 +11,7 @@ from moezoo.kernels.grouped_matmul.backend import GroupSizes
 from moezoo.kernels.grouped_matmul.blocked import repeat
 from moezoo.parallel.collectives import vary_like
 from moezoo.parallel.low_rank import LowRank
-from moezoo.parallel.stacked import TERMS, InStack, times_matrix
+from moezoo.parallel.stacks import TERMS, InStack, times_matrix
 from moezoo.parallel.stored import Stored
 
 # With room for more rows per group than this, blocks take less time (`moezoo.kernels.grouped_matmul.routed`): they copy

@@ -12,8 +12,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from moezoo.kernels.calls import call_unchecked
 from moezoo.kernels.grouped_matmul.backend import GroupMatrices, GroupSizes
-from moezoo.kernels.unchecked import call_unchecked
 
 # The rows of a tile, and the bytes of its other dimension: three tiles, each twice, and the sums must fit in the memory
 # of a core. A tile may reach beyond a matrix, but not beyond all rows.

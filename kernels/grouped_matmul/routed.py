@@ -32,15 +32,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from moezoo.kernels.calls import traced_once
 from moezoo.kernels.grouped_matmul.backend import Activation, ExpertWeights
 from moezoo.kernels.grouped_matmul.blocked import dot, each_group, repeat
-from moezoo.kernels.once import traced_once
 from moezoo.kernels.permute import sum_rows
 from moezoo.parallel.collectives import GROUPED_MATMUL
 from moezoo.parallel.dispatch import Plan
-from moezoo.parallel.gathered import put_matrix
 from moezoo.parallel.kernels import Keep
-from moezoo.parallel.stacked import InStack, ReadInStack
+from moezoo.parallel.stacks import InStack, ReadInStack, put_matrix
 from moezoo.parallel.stored import Composed, Widened, is_matrices, matrix_of
 
 SIZES = (352, 288, 216, 144, 80, 40)

@@ -19,10 +19,9 @@ from moezoo.nn.context_parallel import CONTEXT_PARALLEL
 from moezoo.optim import SCHEDULES, UPDATE_RULES, GuardSettings, Schedule, UpdateRule
 from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.distributed import DISTRIBUTED, Distributed
-from moezoo.parallel.execution import DType, RoutingChoice, check_dtype
+from moezoo.parallel.execution import DType, Remat, RoutingChoice, check_dtype
 from moezoo.parallel.mesh import MeshShape
-from moezoo.parallel.pipeline import PIPELINES, Circular
-from moezoo.parallel.remat import Remat
+from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.trackers import TRACKERS, NoTracker, Tracker
@@ -234,6 +233,6 @@ TAG: dict[str, tuple[str, dict[str, type]]] = {
 _MEMBERS = {name: kind for name, kind in TRACKERS.items() if name not in ("none", "several")}
 INNER_TAG: dict[str, tuple[str, dict[str, type]]] = {
     "data.sources.*": TAG["data"],
-    "execution.pipeline": ("name", PIPELINES),
+    "execution.pipeline": ("name", {"circular": Circular}),
     "tracker.members.*": ("name", _MEMBERS),
 }

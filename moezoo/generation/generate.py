@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from moezoo.errors import UserError, check_type
 from moezoo.generation.sampling import Sampling
-from moezoo.models.arguments import as_integers, check_inside, check_key
-from moezoo.models.base import LanguageModel
+from moezoo.models.base import LanguageModel, as_integers, check_inside, check_key
 from moezoo.models.block import Block
 from moezoo.models.choice import choose_dispatch
 from moezoo.nn.cache import Cache, Kept, State, fill_declared

@@ -19,8 +19,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.few_bits import FewBits as Container
 from moezoo.nn.few_bits import first_of_pieces
-from moezoo.parallel.axes import parameter_table
-from moezoo.parallel.patterns import pattern_of
+from moezoo.parallel.axes import parameter_table, pattern_of
 from moezoo.typed import check_fields, show
 
 # The dtypes of numbers, and of the scales of few bits.

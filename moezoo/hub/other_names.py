@@ -28,8 +28,7 @@ from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.hub import Hub
 from moezoo.models.names import MLP, MOE, SWIGLU, Rows, rows
-from moezoo.nn.rope import frequencies
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import Rotary, frequencies
 from moezoo.typed import show
 
 

@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moezoo.kernels.grouped_matmul import routed_mlp
-from moezoo.nn.activation import SWIGLU, Activation
 from moezoo.nn.linear import normal, project
+from moezoo.nn.mlp import SWIGLU, Activation
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import EXPERT_BIAS, InnerGroup
 from moezoo.parallel.dispatch import Plan

@@ -1,21 +1,116 @@
 """The mixture of experts: route, dispatch, run the experts, combine.
 
 Naive equivalent for each token x: y = sum_k gate_k * expert_k(x) + shared(x), over the K experts that the router chose.
+
+Tokens run through their experts in chunks: devices compute one chunk while the rows of the next travel.
 """
+
+import itertools
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from einops import rearrange
-from jaxtyping import Array, Float
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
-from moezoo.moe.chunks import run_experts
+from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched, Gather, Replicated
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
 from moezoo.nn.positions import Context
-from moezoo.parallel.collectives import vary, varying_axes
+from moezoo.parallel.collectives import GROUPED_MATMUL, vary, vary_like, varying_axes
+from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.mesh_execution import MeshExecution
+
+
+def for_group(dispatch: Dispatch | None, group: ExpertGroup) -> Dispatch:
+    """Return `dispatch`, by default `Gather`; where all devices of the group have the same tokens, in `Replicated`."""
+    strategy = dispatch or Gather()
+    return Replicated(strategy, chunks=strategy.chunks) if group.replicated else strategy
+
+
+def layer_rows(dispatch: Dispatch | None, tokens: int, k: int, group: ExpertGroup) -> int:
+    """Return the rows that a device has room for in a layer, summed over chunks. Arguments as for `Dispatch.rows`."""
+    strategy = for_group(dispatch, group)
+    return sum(strategy.rows(chunk, k, group) for chunk in strategy.chunk_sizes(tokens))
+
+
+def run_experts(
+    experts: Experts,
+    tokens: Float[Array, "tokens embed"],
+    assignment: Assignment,
+    group: ExpertGroup,
+    execution: MeshExecution,
+    alongside: Callable[[], Array | None] = lambda: None,
+) -> tuple[Float[Array, "tokens embed"], Int[Array, ""], Array | None]:
+    """Bring tokens to their experts and back, in the chunks of the execution's strategy.
+
+    Each chunk is sent before the experts run on the previous one.
+
+    Args:
+        experts: Those that run on this device (`WeightMover.gather`).
+        tokens: This device's tokens.
+        assignment: Their experts and gates.
+        group: The devices that share experts.
+        execution: The strategy, the kernels and what they keep.
+        alongside: A function that returns what is computed while the first chunk travels. Results are sent back after
+            it is done.
+
+    Returns:
+        For each token the partial sum over its experts of result times gate, the number of dropped assignments, and
+        the result of `alongside`.
+    """
+    # All arrays of an assignment vary over the same mesh axes as the tokens, so strategies see one type.
+    assignment = Assignment(*(vary_like(x, tokens) for x in assignment))
+    strategy = for_group(execution.strategy, group)
+    experts = experts.partial(execution.inner_group("mlp"))
+    order, keep = execution.kernel("grouped_matmul"), "products" if strategy.uses_results else execution.keep
+
+    def send(tokens: Array, *assignment: Array) -> Dispatched:
+        with jax.named_scope("dispatch"):
+            return strategy.dispatch(tokens, Assignment(*assignment), group)
+
+    def finish(there: Dispatched, *awaited: Array | None) -> Float[Array, "chunk embed"]:
+        with jax.named_scope("experts"):
+            sums = experts(there.tokens, there.gates, there.plan, implementation=order, keep=keep)
+        sums = _after(sums, *awaited)
+        with jax.named_scope("combine"):
+            return strategy.combine(sums, there.state, group)
+
+    bounds = itertools.pairwise([0, *itertools.accumulate(strategy.chunk_sizes(tokens.shape[0]))])
+    first, *later = [[x[start:end] for x in (tokens, *assignment)] for start, end in bounds]
+    there, back = send(*first), []
+    beside, dropped = alongside(), there.dropped
+    for chunk in later:
+        following = send(*chunk)
+        back.append(finish(there, beside, following.tokens))
+        dropped += following.dropped
+        there = following
+    back.append(finish(there, beside))
+    return jnp.concatenate(back), dropped, beside
+
+
+def _after(rows: Float[Array, "rows embed"], *others: Array | None) -> Float[Array, "rows embed"]:
+    """Return `rows` unchanged, but only after the others are computed.
+
+    Without this, compilers compute the others last, and devices have nothing to do while rows travel. Gradients do not
+    wait.
+    """
+    awaited = [vary_like(lax.stop_gradient(x), rows) for x in others if x is not None]
+    return checkpoint_name(_wait(rows, awaited), GROUPED_MATMUL) if awaited else rows
+
+
+@jax.custom_vjp
+def _wait(rows: Array, awaited: list[Array]) -> Array:
+    return lax.optimization_barrier((rows, *awaited))[0]
+
+
+# The gradient that JAX gives a barrier would be a barrier over zeros as large as the awaited arrays.
+_wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
 class MoE(FeedForward):

@@ -19,8 +19,7 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.nn.rope import Turn
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import Rotary, Turn
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands

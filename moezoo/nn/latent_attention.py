@@ -24,9 +24,7 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import contract, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.nn.query_scale import NO_QUERY_SCALE, QueryScale
-from moezoo.nn.rope import Turn
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import NO_QUERY_SCALE, QueryScale, Rotary, Turn
 from moezoo.parallel.axes import Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands

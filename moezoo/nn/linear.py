@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from moezoo.parallel import stored
-from moezoo.parallel.stacked import turned
+from moezoo.parallel.stacks import turned
 from moezoo.parallel.stored import Stored
 
 

@@ -1,11 +1,69 @@
-"""Rotary positions as a value: which dimensions rotate together, and how fast."""
+"""Positions in queries and keys: rotation (Su et al., 2021, arXiv:2104.09864), and what extends it to longer texts.
 
+| class | source |
+|---|---|
+| `Rotary` | the rotation, with one of the following as `scaling` |
+| `Unscaled` | no extension |
+| `Yarn` | Peng et al., 2023, arXiv:2309.00071 |
+| `Llama3` | Llama 3.1; Grattafiori et al., 2024, arXiv:2407.21783 |
+| `QueryScale` | a factor on queries; Llama 4 (Meta, 2025) has it in some layers, Mistral 4 in all |
+"""
+
+import abc
 import dataclasses
+import math
+from typing import Annotated, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moezoo.nn.rope import Pairs, RotaryScaling, Turn, Unscaled
+from moezoo.errors import UserError
+from moezoo.nn.positions import Context
+from moezoo.typed import NotNegative, Positive, Range, Size, check_fields
+
+# The dimensions of pair i: i and i + head_dim / 2, or 2 i and 2 i + 1.
+Pairs = Literal["halves", "interleaved"]
+
+
+def frequencies(size: int, base: float) -> Float[Array, " half"]:
+    """Return the radians per position of each of `size` / 2 pairs: base ** (-2 i / size), float32."""
+    half = size // 2
+    return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+class RotaryScaling(abc.ABC):
+    """An extension of rotary positions to texts longer than those of training."""
+
+    @abc.abstractmethod
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
+        """Return the radians per position of each of `size` / 2 pairs, float32."""
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on rotated queries and keys."""
+        return 1.0
+
+    @property
+    def score_scale(self) -> float:
+        """The factor on attention scores. Only latent attention uses it."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Unscaled(RotaryScaling):
+    """No extension."""
+
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
+        """Return base ** (-2 i / size)."""
+        return frequencies(size, base)
+
+
+class Turn(NamedTuple):
+    """The cosine and the sine of each pair's angle, float32."""
+
+    cos: Float[Array, "batch seq half"]
+    sin: Float[Array, "batch seq half"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,3 +104,153 @@ class Rotary:
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
         magnitude = self.scaling.magnitude
         return turned if magnitude == 1 else turned * jnp.asarray(magnitude, turned.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(RotaryScaling):
+    """The settings of YaRN. Frequencies depend on how often a pair rotates within the training length:
+
+    | rotations in `length` tokens | frequency |
+    |---|---|
+    | more than `beta_fast` | unchanged |
+    | fewer than `beta_slow` | divided by `factor` |
+    | between | a linear ramp between the two |
+
+    With m(s) = 0.1 s ln(factor) + 1, rotated queries and keys are multiplied by m(mscale) / m(mscale_all), or by m(1)
+    where either is 0; scores of latent attention by m(mscale_all) ** 2.
+
+    Args:
+        factor: How many times longer than `length` texts may be; 1 is no extension.
+        length: The tokens per text in training.
+        attention_factor: What rotated queries and keys are multiplied by, in place of the quotient above.
+        truncate: Whether the ramp begins and ends at whole pairs, the nearest outside.
+
+    Raises:
+        UserError: A value has a wrong type, or a number is out of its range.
+    """
+
+    factor: Annotated[float, Range(at_least=1)] = 1.0
+    length: Size = 4096
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    mscale: float = 1.0
+    mscale_all: float = 1.0
+    attention_factor: Positive | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        check_fields("model.yarn", self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing differs from no extension."""
+        return self.factor == 1 and self.attention_factor is None
+
+    @property
+    def reach(self) -> int:
+        """The tokens that texts may have by the factor; 0 without an extension."""
+        return int(self.factor * self.length) if self.factor > 1 else 0
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all)
+        return self._mscale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor on scores of latent attention."""
+        return self._mscale(self.mscale_all) ** 2 if self.mscale_all else 1.0
+
+    def _mscale(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
+        """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""
+        if self.factor == 1:
+            return frequencies(size, base)
+        plain = base ** (-np.arange(0, size, 2) / size)
+
+        def pair_that_turns(times: float) -> float:
+            return size * math.log(self.length / (times * 2 * math.pi)) / (2 * math.log(base))
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        ramp = np.clip((np.arange(size // 2) - low) / (high - low or 0.001), 0, 1)
+        return jnp.asarray(plain * (1 - ramp) + plain / self.factor * ramp, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3(RotaryScaling):
+    """The settings of Llama 3.1's extension. Frequencies depend on how often a pair rotates within the training length:
+
+    | rotations in `length` tokens | frequency |
+    |---|---|
+    | more than `high` | unchanged |
+    | fewer than `low` | divided by `factor` |
+    | between | a linear ramp, in rotations, between the two |
+
+    Args:
+        factor: What slow frequencies are divided by; 1 is no extension.
+        length: The tokens per text in training.
+
+    Raises:
+        UserError: A value has a wrong type, a number is out of its range, or `low` is not below `high`.
+    """
+
+    factor: Annotated[float, Range(at_least=1)] = 1.0
+    length: Size = 8192
+    low: Positive = 1.0
+    high: Positive = 4.0
+
+    def __post_init__(self):
+        check_fields("model.llama3", self)
+        if self.low >= self.high:
+            raise UserError(f"model.llama3.low={self.low} must be less than model.llama3.high={self.high}")
+
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
+        """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""
+        if self.factor == 1:
+            return frequencies(size, base)
+        plain = base ** (-np.arange(0, size, 2) / size)
+        rotations = self.length * plain / (2 * math.pi)
+        kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+        return jnp.asarray(plain * kept + plain / self.factor * (1 - kept), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryScale:
+    """Queries are multiplied by 1 + `beta` * ln(1 + floor(position / `length`)).
+
+    Args:
+        beta: The strength; 0 is no factor.
+        length: The tokens per text in training; the factor is 1 for that many.
+
+    Raises:
+        UserError: A value has a wrong type, or a number is out of its range.
+    """
+
+    beta: NotNegative = 0.0
+    length: Size = 8192
+
+    def __post_init__(self):
+        check_fields("model.query_scale", self)
+
+    def __call__(
+        self, queries: Float[Array, "batch seq heads head_dim"], context: Context
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Return the queries of the tokens of this device times their factors; the product is rounded once."""
+        if not self.beta:
+            return queries
+        # At padding a position may be any number, and a logarithm must not become NaN.
+        periods = (jnp.maximum(context.queries.position, 0) // self.length).astype(jnp.float32)
+        factor = 1 + self.beta * jnp.log1p(periods)
+        return (queries.astype(jnp.float32) * factor[:, :, None, None]).astype(queries.dtype)
+
+
+NO_QUERY_SCALE = QueryScale()

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from moezoo.optim.base import Transformation, UpdateRule, decaying
-from moezoo.optim.moments import MomentDType, check_decays, kept_in
+from moezoo.optim.base import MomentDType, Transformation, UpdateRule, check_decays, decaying, kept_in
 from moezoo.typed import NotNegative, Positive, Range
 
 

@@ -5,7 +5,7 @@ For one matrix with gradient g (already clipped), momentum m and rate r:
     m <- 0.95 m + g
     p <- p - r (0.2 sqrt(max(inputs, outputs)) orthogonalise(g + 0.95 m) + weight_decay p)
 
-The Newton-Schulz steps are in `moezoo.optim.newton_schulz`. The scale gives updates about the root mean square of those
+The Newton-Schulz steps are in `moezoo.optim.matrices`. The scale gives updates about the root mean square of those
 of AdamW, so both parts take the same rate and decay (Liu et al., 2025, arXiv:2502.16982, section 2.2).
 """
 
@@ -19,12 +19,10 @@ from jaxtyping import PyTree
 
 from moezoo.errors import UserError
 from moezoo.optim.adamw import AdamW
-from moezoo.optim.base import Choose, Group, Transformation, UpdateRule, newest
+from moezoo.optim.base import Choose, Group, MomentDType, Transformation, UpdateRule, as_kept, check_decays, newest
 from moezoo.optim.matrices import orthogonal_flops, orthogonalised
-from moezoo.optim.moments import MomentDType, as_kept, check_decays
-from moezoo.parallel.axes import Role
+from moezoo.parallel.axes import Role, matching
 from moezoo.parallel.collectives import MeshAxes
-from moezoo.parallel.patterns import matching
 from moezoo.parallel.placement import Placement
 from moezoo.typed import NotNegative, Positive, Range, show
 

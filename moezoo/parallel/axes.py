@@ -18,10 +18,12 @@ Layouts (`moezoo.parallel.rules`), initial values, weight decay and the paramete
 """
 
 import dataclasses
+import difflib
 import functools
 import math
+import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import equinox as eqx
@@ -29,8 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PyTree
 
-from moezoo.errors import UserError
-from moezoo.parallel.patterns import matching
+from moezoo.errors import UserError, nearest
 from moezoo.parallel.roles import Axes as Axes
 from moezoo.parallel.roles import Role as Role
 from moezoo.parallel.stored import Stored
@@ -208,7 +209,7 @@ def trainable_mask(module: PyTree, trained: Sequence[str] | None = None, frozen:
 
     Args:
         module: A module of arrays or of their shapes.
-        trained: Patterns of paths, such as "*.attention.query" (`moezoo.parallel.patterns`). A gradient moves what one
+        trained: Patterns of paths, such as "*.attention.query" (`moezoo.parallel.axes`). A gradient moves what one
             of them matches, except buffers; the path of a container stands for its parts. None: all arrays except
             buffers and the parts of containers.
         frozen: Patterns of what is not trained, of the arrays that `trained` chooses.
@@ -253,3 +254,43 @@ def _parameters(key: str, patterns: Sequence[str], axes: Mapping[str, Axes], par
             raise UserError(f"{key}: {show(pattern)} matches only {what}; leave the pattern out")
         found |= here
     return {path for path in found if axes[path].role is not Role.BUFFER}
+
+
+def matching(key: str, patterns: Iterable[str], paths: Sequence[str]) -> set[str]:
+    """Return the paths that any of the patterns matches as a whole.
+
+    Raises `UserError` for a pattern that matches none; `key` is the setting that has the patterns.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        here = matches(pattern, paths)
+        if not here:
+            raise UserError(f"{key}: {show(pattern)} matches no whole path of a parameter; {_advise(pattern, paths)}")
+        found |= here
+    return found
+
+
+def pattern_of(path: str) -> str:
+    """Return the pattern that matches a parameter in the blocks of all stacks: "*.attention.out"."""
+    return re.sub(r"^\.stacks\[\d+\]\.blocks\[\d+\]", "*", path)
+
+
+def _advise(pattern: str, paths: Sequence[str]) -> str:
+    """Return what to write for a pattern that matches nothing: a wider one, or one with the nearest words."""
+    words = {word for path in paths for word in re.findall(r"\w+", path)}
+
+    def spell(match: re.Match[str]) -> str:
+        return match[0] if match[0] in words else next(iter(difflib.get_close_matches(match[0], words, n=1)), match[0])
+
+    spelled = re.sub(r"\w+", spell, pattern)
+    for each in (pattern, spelled):
+        for wider in (each, f"*{each.lstrip('*')}", f"*{each.strip('*')}*"):
+            if matches(wider, paths):
+                return f"write {show(wider)}" if each == pattern else f"did you mean '{show(wider)}'?"
+    return nearest(pattern, map(pattern_of, paths))
+
+
+def matches(pattern: str, paths: Sequence[str]) -> set[str]:
+    """Return the paths that the pattern matches as a whole."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+    return {path for path in paths if expression.fullmatch(path)}

@@ -9,21 +9,82 @@
 
 import contextlib
 import dataclasses
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from moezoo.errors import UserError
+from moezoo.parallel.collectives import ATTENTION, EXPERT_BIAS, GATHERED_WEIGHT, GROUPED_MATMUL, LAYER_INPUT
 from moezoo.parallel.context_parallel import ContextParallel
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice
 from moezoo.parallel.kernels import ANY_BACKEND, Keep, Kernels
 from moezoo.parallel.pipeline import Circular
-from moezoo.parallel.remat import REMAT, Remat, rematerialise
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.typed import check_fields, convert, show
+
+Remat = Literal["full", "offload", "dots", "none"]
+
+
+class Rematerialisation(NamedTuple):
+    """What a word of `Remat` means.
+
+    Attributes:
+        policy: JAX's policy, which says of each value whether it is saved.
+        kernels_keep: What kernels that can do either keep: products only where the policy would save them.
+        input_on_host: Whether the layer's input is in the host's memory.
+    """
+
+    policy: Callable[..., Any]
+    kernels_keep: Keep
+    input_on_host: bool = False
+
+
+def _everything_but_gathered_weights(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Save everything except gathered weights, named or not.
+
+    An unnamed gathered weight is the result of an all-gather, or of a function with its own gradient around one.
+    Gathered tokens and results of kernels come from the same primitives; they are saved under their own names.
+    """
+    if primitive.name == "name":
+        return params["name"] != GATHERED_WEIGHT
+    return primitive.name not in ("all_gather", "all_gather_invariant", "custom_vjp_call")
+
+
+# XLA's CPU backend has one memory; offloaded values stay in place there.
+_OFFLOAD = checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+_DOTS = checkpoint_policies.save_from_both_policies(
+    checkpoint_policies.checkpoint_dots,
+    checkpoint_policies.save_only_these_names(ATTENTION, GROUPED_MATMUL, EXPERT_BIAS),
+)
+REMAT: dict[Remat, Rematerialisation] = {
+    "full": Rematerialisation(checkpoint_policies.nothing_saveable, "inputs"),
+    "offload": Rematerialisation(_OFFLOAD, "inputs", input_on_host=True),
+    "dots": Rematerialisation(_DOTS, "products"),
+    "none": Rematerialisation(_everything_but_gathered_weights, "products"),
+}
+
+
+def rematerialise(layer: Any, remat: Remat) -> Any:
+    """Wrap `layer`, whose first argument is its input, in rematerialisation."""
+    chosen = REMAT[remat]
+
+    def named(x: Any, *rest: Any) -> Any:
+        # Inside the rematerialised function; outside it, the input would also stay in the device's memory.
+        return layer(checkpoint_name(x, LAYER_INPUT), *rest)
+
+    return jax.checkpoint(named if chosen.input_on_host else layer, policy=chosen.policy)
+
 
 # The rules of a model that runs without a mesh.
 UNSPLIT = Rules("unsplit", {}, {}, (), ())

@@ -15,9 +15,15 @@ from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from moezoo.errors import UserError, check_type
-from moezoo.host import NO_FUSED_CPU_KERNELS, NO_FUSED_CPU_SUMS, driver_files, keep_freed_memory, own_variables
+from moezoo.host import (
+    NO_FUSED_CPU_KERNELS,
+    NO_FUSED_CPU_SUMS,
+    driver_files,
+    keep_freed_memory,
+    own_variables,
+    processors,
+)
 from moezoo.parallel.cache import SETTINGS, refuse_unordered
-from moezoo.parallel.threads import give_threads, take_back_threads
 from moezoo.typed import Range, check_fields, convert
 
 STAGE = "stage"  # the axis of pipeline stages (`moezoo.parallel.pipeline`)
@@ -148,6 +154,42 @@ def _run_in_calling_thread(devices: int) -> None:
         raise UserError(f"{_ASYNC}={value}: must be true or false; or unset it")
     if value is not None or devices == 1:
         jax.config.update("jax_cpu_enable_async_dispatch", value is not None and _BOOLEANS[value.lower()])
+
+
+THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")  # XLA reads the first that is set, once, when JAX starts
+# XLA's CPU client starts the collectives of a device in order and waits in each, but it goes on beside a loop that
+# computes in other threads. So a device can wait in one collective outside loops, and in one more in each loop that is
+# under way: in three at once in the compiled steps that were read, one of which hung (docs/running.md).
+_THREADS_PER_DEVICE = 4
+_MOST_THREADS = 256  # that XLA's pool for computations takes
+_threads_given: str | None = None
+
+
+def _too_few_threads() -> bool:
+    return jax.__version__.startswith("0.10.")
+
+
+def give_threads(devices: int) -> None:
+    """Let JAX start with a thread for each collective that so many CPU devices can be waiting in at once.
+
+    jax 0.10 has as many threads as devices, or as processors if these are more. If one device waits in two collectives,
+    another may have no thread left and never start. A number that the user has set stays.
+    """
+    global _threads_given
+    take_back_threads()
+    if devices == 1 or not _too_few_threads() or any(name in os.environ for name in THREAD_VARIABLES):
+        return
+    wanted = min(_THREADS_PER_DEVICE * devices, _MOST_THREADS)
+    if wanted > processors():
+        _threads_given = os.environ[THREAD_VARIABLES[0]] = str(wanted)
+
+
+def take_back_threads() -> None:
+    """Unset what `give_threads` has set: after JAX has started, children with other devices must not inherit it."""
+    global _threads_given
+    if _threads_given is not None and os.environ.get(THREAD_VARIABLES[0]) == _threads_given:
+        del os.environ[THREAD_VARIABLES[0]]
+    _threads_given = None
 
 
 def prepare(wanted: int) -> None:

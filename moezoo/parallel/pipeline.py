@@ -129,10 +129,6 @@ class Circular:
         return Piped(longest, path, stages, self.chunks, depth, by_layer and self.chunks == 1 and not left)
 
 
-# name -> class
-PIPELINES: dict[str, type] = {"circular": Circular}
-
-
 def _is_stack(x: object) -> bool:
     return isinstance(x, Stack)
 

@@ -42,7 +42,7 @@ class Placement:
     def gathered_first(self) -> int | None:
         """The dimension that comes first in the gathered array: that of experts' matrices, if it is the only one.
 
-        None where dimensions stay in order (`moezoo.parallel.gathered`).
+        None where dimensions stay in order (`moezoo.parallel.stacks`).
         """
         dims = [dim for dim, axes in enumerate(self.gathered) if axes]
         experts = self.axes.is_matrix and self.axes.stacked == ("expert",) and len(self.axes.names) == 3

@@ -1,20 +1,24 @@
-"""What moves weights: the only place where they are gathered."""
+"""What moves weights: the only place where they are gathered; and gathered weights that many micro-batches use.
+
+The gradient of an array has the array's dtype, so that of a weight gathered in bfloat16 would be summed in bfloat16
+over all micro-batches. `hold` puts the sum into another array, of zeros, which no program computes with.
+"""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from moezoo.parallel.axes import Axes, Role, axes_of, is_stored
-from moezoo.parallel.collectives import InnerGroup, gather_weight, vary
-from moezoo.parallel.gathered import Gathered
+from moezoo.parallel.collectives import InnerGroup, gather_weight, vary, vary_like
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.placement import Placement
-from moezoo.parallel.stacked import InStack, ReadInStack
+from moezoo.parallel.stacks import Gathered, InStack, ReadInStack
 from moezoo.parallel.stored import Composed, Frozen, FrozenInStack, is_matrices
 
 
@@ -104,3 +108,60 @@ class WeightMover:
         """
         extra = self.execution.expert_axes if self.execution.moves_weights and "expert" in placement.axes.names else ()
         return self.execution.token_axes + tuple(axis for axis in extra if axis not in self.execution.token_axes)
+
+
+class Held(NamedTuple):
+    """A gathered weight, and the zeros whose gradient is the weight's."""
+
+    value: Float[Array, "..."]
+    total: Float[Array, "..."]
+
+
+def hold(weights: PyTree, dtype: DTypeLike) -> PyTree:
+    """Return gathered weights with `Held` in place of each array of floats.
+
+    Their gradients are summed in `dtype`, or in that of the weights if it is wider.
+    """
+
+    def leaf(x: Array) -> Array | Held:
+        if not eqx.is_inexact_array(x):
+            return x
+        wider = max(jnp.dtype(dtype), x.dtype, key=lambda each: each.itemsize)
+        return _hold(x, vary_like(jnp.zeros(x.shape, wider), x))
+
+    return jax.tree.map(leaf, weights)
+
+
+def use(held: PyTree) -> PyTree:
+    """Return the weights that `hold` got."""
+    return jax.tree.map(lambda x: _use(*x) if isinstance(x, Held) else x, held, is_leaf=lambda x: isinstance(x, Held))
+
+
+@jax.custom_vjp
+def _hold(x: Array, zeros: Array) -> Held:
+    return Held(x, zeros)
+
+
+def _hold_forward(x: Array, zeros: Array) -> tuple[Held, None]:
+    return Held(x, zeros), None
+
+
+def _hold_backward(_: None, cotangents: Held) -> tuple[Array, None]:
+    return cotangents.total.astype(cotangents.value.dtype), None
+
+
+@jax.custom_vjp
+def _use(x: Array, total: Array) -> Array:
+    return x
+
+
+def _use_forward(x: Array, total: Array) -> tuple[Array, Array]:
+    return x, jnp.zeros((0,), total.dtype)
+
+
+def _use_backward(like: Array, cotangent: Array) -> tuple[None, Array]:
+    return None, cotangent.astype(like.dtype)
+
+
+_hold.defvjp(_hold_forward, _hold_backward)
+_use.defvjp(_use_forward, _use_backward)

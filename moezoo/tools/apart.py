@@ -38,7 +38,7 @@ _MARK = "moezoo-compiled "  # the line of stdout with the result, among what plu
 class Compiled(NamedTuple):
     """A compiled program: bytes on one device, how long it took, and the most host memory of its process in bytes.
 
-    `peak` is what is in use at the same time (`moezoo.tools.compiling.Memory.in_use`).
+    `peak` is what is in use at the same time (`moezoo.tools.absent.Memory.in_use`).
     """
 
     peak: int
@@ -115,9 +115,8 @@ def _compile(words: Sequence[str], topology: str, call: CallName) -> Compiled:
     from moezoo.config.build import blueprint_on
     from moezoo.config.compose import compose
     from moezoo.parallel.mesh import mesh_of, no_context_mesh
-    from moezoo.tools.absent import absent_devices
+    from moezoo.tools.absent import absent_devices, memory_of
     from moezoo.tools.calls import CALLS
-    from moezoo.tools.compiling import memory_of
 
     began, cfg = time.monotonic(), compose(*words)
     mesh = mesh_of(cfg.mesh, absent_devices(topology))

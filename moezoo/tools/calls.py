@@ -18,7 +18,7 @@ from moezoo.generation.sampling import Sampling
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.choice import choose_dispatch
-from moezoo.models.stage_set import stage_weights
+from moezoo.models.working_set import stage_weights
 from moezoo.nn.cache import Cache
 from moezoo.parallel.memory import local_bytes
 from moezoo.parallel.mesh import abstract_mesh

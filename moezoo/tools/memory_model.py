@@ -18,8 +18,7 @@ from moezoo.generation.generate import round_up
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.layer_memory import held_in, layer_loops
-from moezoo.models.stage_set import stage_weights
-from moezoo.models.working_set import Term, stream, weights_of
+from moezoo.models.working_set import Term, stage_weights, stream, weights_of
 from moezoo.nn.cache import Kept
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh_execution import MeshExecution

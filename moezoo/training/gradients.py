@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 
 from moezoo.parallel.collectives import MeshAxes, psum, vary, varying_axes
 from moezoo.parallel.placement import Placement
-from moezoo.parallel.stacked import on_cpu
+from moezoo.parallel.stacks import on_cpu
 
 
 @jax.named_scope("gradient_sums")

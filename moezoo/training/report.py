@@ -29,11 +29,10 @@ from moezoo.nn.ring_attention import RotateKept
 from moezoo.optim import Schedule, UpdateRule, Work
 from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
-from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table
+from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table, pattern_of
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.low_rank import drops, is_low_rank
 from moezoo.parallel.mesh_execution import MeshExecution
-from moezoo.parallel.patterns import pattern_of
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 
 from moezoo.models.base import LanguageModel
 from moezoo.models.layer_memory import LayerMemory, layer_memories, layer_memory
-from moezoo.models.stage_set import stage_weights
-from moezoo.models.working_set import Term, stream, weights_of
+from moezoo.models.working_set import Term, stage_weights, stream, weights_of
 from moezoo.parallel.axes import Role
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.liveness import Held

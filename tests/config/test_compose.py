@@ -15,7 +15,7 @@ from moezoo.config.overrides import read, read_yaml
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
 from moezoo.moe.dispatch import Gather
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 from moezoo.optim import SGD
 from moezoo.parallel.mesh import MeshShape
 

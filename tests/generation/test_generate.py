@@ -16,7 +16,7 @@ from moezoo.generation import generate as generation
 from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
 from moezoo.models.base import LanguageModel
 from moezoo.moe.dispatch import STRATEGIES, Auto, Capacity, Gather, Ragged
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.mesh_execution import on_mesh
 

@@ -24,8 +24,7 @@ from moezoo.data.tokenizer import folder_tokenizer
 from moezoo.hub.card import Facts, Prompt, write_card
 from moezoo.hub.folders import tokenizer_config
 from moezoo.models import family_of
-from moezoo.nn.llama3 import Llama3
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Llama3, Yarn
 
 SECONDS = 600
 OLDER = Path(__file__).parents[2] / ".ci/peers4"

@@ -15,7 +15,7 @@ import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 

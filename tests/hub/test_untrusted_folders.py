@@ -24,7 +24,7 @@ from moezoo.hub.formats.mxfp4 import MXFP4Groups
 from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
 from moezoo.models import FAMILIES, DeepSeek, family_of
 from moezoo.moe.router import Choice
-from moezoo.nn.query_scale import QueryScale
+from moezoo.nn.rotary import QueryScale
 
 # The keys of published folders that the family's first release has, without those of a family's sizes.
 _ALL = {"attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False}

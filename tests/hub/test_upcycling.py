@@ -16,7 +16,7 @@ import moezoo
 from moezoo.hub.folders import hub_model_config
 from moezoo.models import FAMILIES, build_model
 from moezoo.nn.containers import as_arrays
-from moezoo.nn.llama3 import Llama3
+from moezoo.nn.rotary import Llama3
 from moezoo.parallel.mesh_execution import on_mesh
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 12)).astype(np.int32)

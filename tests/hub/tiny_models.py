@@ -16,8 +16,7 @@ from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralCo
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
-from moezoo.nn.query_scale import QueryScale
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router

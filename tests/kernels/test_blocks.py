@@ -20,7 +20,7 @@ from moezoo.kernels import blocks
 from moezoo.kernels.attention import Operands, Softmax, attend, attend_part, part_gradients
 from moezoo.kernels.grouped_matmul import blocked, grouped_matmul, routed_mlp
 from moezoo.kernels.permute import plan
-from moezoo.nn.activation import SWIGLU
+from moezoo.nn.mlp import SWIGLU
 from moezoo.parallel.kernels import KernelOrder, Target
 
 AMPERE, ADA = Target("cuda", "8.0"), Target("cuda", "8.9")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moezoo.kernels.once import traced_once
+from moezoo.kernels.calls import traced_once
 
 
 def test_a_pass_is_traced_once_until_a_type_or_a_number_changes():

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import auto_mesh
 
-from moezoo.kernels.permute import permute, plan, unpermute
-from moezoo.kernels.permute.api import stable_argsort
+from moezoo.kernels.permute import permute, plan, stable_argsort, unpermute
 from moezoo.parallel.traces import equations
 
 TOKENS, EXPERTS, EMBED = 7, 4, 3

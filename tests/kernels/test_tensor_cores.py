@@ -28,7 +28,7 @@ from test_grouped_matmul import (
 from moezoo.kernels import blocks
 from moezoo.kernels.grouped_matmul import api, gated, routed_mlp
 from moezoo.kernels.permute import plan
-from moezoo.nn.activation import SWIGLU, ClampedSwiGLU
+from moezoo.nn.mlp import SWIGLU, ClampedSwiGLU
 from moezoo.parallel.kernels import KernelOrder, Target, anywhere
 
 pytestmark = pytest.mark.interpreted

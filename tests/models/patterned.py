@@ -15,9 +15,8 @@ from moezoo.models.layers import make_stacks
 from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
-from moezoo.nn.activation import Activation
 from moezoo.nn.attention import Attention
-from moezoo.nn.mlp import MLP
+from moezoo.nn.mlp import MLP, Activation
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.rotary import Rotary
 

@@ -11,8 +11,7 @@ import moezoo
 from moezoo.config.settings import TAG, ExecutionSettings, GuardSettings
 from moezoo.generation.sampling import Sampling
 from moezoo.moe.router import Choice
-from moezoo.nn.query_scale import QueryScale
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import QueryScale, Yarn
 from moezoo.parallel.mesh import MeshShape
 from moezoo.typed import types_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from refusals import by_table, refused
 
-from moezoo.nn.cache import Cache, Kept, Slots, State, fill_declared, fit
+from moezoo.nn.cache import Cache, Kept, Slots, State, as_ring, fill_declared
 from moezoo.parallel.context_parallel import Coordinates
 
 BATCH, SLOTS = 2, 3
@@ -20,7 +20,7 @@ def test_a_text_is_arranged_as_if_written_token_by_token(count):
     slots = np.zeros((BATCH, SLOTS), np.float32)
     for token in range(count):
         slots[:, token % SLOTS] = columns[:, token]
-    np.testing.assert_array_equal(fit(jnp.asarray(columns), SLOTS), slots)
+    np.testing.assert_array_equal(as_ring(jnp.asarray(columns), SLOTS), slots)
     declared = Slots.declare(SLOTS, {"heads": 2, "head_dim": 1})
     assert declared.kept == Kept({"heads": 2, "slots": SLOTS, "head_dim": 1})
     each = jnp.stack([columns, -columns], axis=-1)[..., None]

@@ -9,9 +9,7 @@ from definitions import attention, complex_rotation, rms_norm
 from moezoo.nn.cache import Past, Slots
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import Context
-from moezoo.nn.query_scale import QueryScale
-from moezoo.nn.rope import Unscaled
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import QueryScale, Rotary, Unscaled
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moezoo.nn.llama3 import Llama3
-from moezoo.nn.rope import frequencies
+from moezoo.nn.rotary import Llama3, frequencies
 
 
 def test_a_factor_of_one_changes_nothing_to_the_bit():

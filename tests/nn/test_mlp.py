@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from contexts import context_of
 
-from moezoo.nn.activation import SwiGLU
-from moezoo.nn.mlp import MLP
+from moezoo.nn.mlp import MLP, SwiGLU
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from definitions import complex_rotation
 
-from moezoo.nn.rope import Unscaled, frequencies
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import Rotary, Unscaled, frequencies
 
 SHAPE = (2, 5, 3, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, np.float32)

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from moezoo.models import DeepSeekConfig
-from moezoo.nn.rope import Unscaled, frequencies
-from moezoo.nn.yarn import Yarn
+from moezoo.nn.rotary import Unscaled, Yarn, frequencies
 
 
 def test_a_factor_of_one_changes_nothing_to_the_bit():

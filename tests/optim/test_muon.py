@@ -19,7 +19,7 @@ from traffic_oracle import step_traffic
 
 import moezoo
 from moezoo.optim import AdamW, Constant, Muon, Optimizer
-from moezoo.optim.newton_schulz import orthogonalise
+from moezoo.optim.matrices import orthogonalise
 from moezoo.parallel.axes import trainable_mask
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import collective_traffic

@@ -21,10 +21,9 @@ from moezoo.moe.dispatch import Gather, Ring
 from moezoo.nn.linear import project
 from moezoo.parallel.axes import Buffer, Weight
 from moezoo.parallel.collectives import GATHERED_TOKENS, varying_axes
-from moezoo.parallel.execution import Execution
+from moezoo.parallel.execution import Execution, Remat
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.remat import Remat
 from moezoo.parallel.rules import Rules
 from moezoo.parallel.traces import equations
 from moezoo.parallel.weight_mover import WeightMover

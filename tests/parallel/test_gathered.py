@@ -11,9 +11,9 @@ from moezoo.kernels.grouped_matmul import grouped_matmul, routed_mlp
 from moezoo.kernels.permute import plan
 from moezoo.moe.dispatch import Ring
 from moezoo.moe.experts import Experts
-from moezoo.nn.activation import SWIGLU
-from moezoo.parallel.gathered import Gathered
+from moezoo.nn.mlp import SWIGLU
 from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.stacks import Gathered
 from moezoo.parallel.stored import matrix_of
 from moezoo.parallel.traces import equations
 from moezoo.parallel.weight_mover import WeightMover

@@ -14,7 +14,7 @@ from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.linear import contract, project
 from moezoo.parallel.low_rank import LowRank, only_pairs, with_bases, without_pairs
 from moezoo.parallel.roles import Axes, Role
-from moezoo.parallel.stacked import InStack
+from moezoo.parallel.stacks import InStack
 from moezoo.parallel.stored import materialise
 
 SCALE = 0.75

@@ -11,16 +11,18 @@ from refusals import refused
 
 import moezoo
 from moezoo.host import processors
-from moezoo.parallel import threads
 from moezoo.parallel.mesh import (
     AXES,
+    THREAD_VARIABLES,
     MeshShape,
     abstract_mesh,
     cpu_devices,
+    give_threads,
     has_started,
     make_mesh,
     mesh_of,
     prepare,
+    take_back_threads,
 )
 
 
@@ -145,7 +147,7 @@ def threads_of(count: int, last: int, **settings: str) -> list[str]:
 
     Call `cpu_devices(count)` before, unless that is 0.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in (*threads.VARIABLES, "JAX_NUM_CPU_DEVICES")}
+    environment = {k: v for k, v in os.environ.items() if k not in (*THREAD_VARIABLES, "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-c", _THREADS, str(count), str(last)]
     done = subprocess.run(command, env=environment | settings, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -160,7 +162,7 @@ def test_threads_of_cpu_devices():
     assert threads_of(0, 2) == ["{}", "{}", two]
     assert threads_of(0, 1) == ["{}", "{}", one]
     assert threads_of(0, -1, JAX_NUM_CPU_DEVICES="2") == ["{}", "{}", two]
-    for name in threads.VARIABLES:
+    for name in THREAD_VARIABLES:
         own = str({name: "5"})
         assert threads_of(2, 2, **{name: "5"}) == [own, own, "5"]
 
@@ -171,11 +173,11 @@ def test_threads_of_cpu_devices():
 )
 def test_threads_by_version_and_devices(monkeypatch, version, devices, wanted):
     monkeypatch.setattr(jax, "__version__", version)
-    monkeypatch.setattr(threads, "processors", lambda: 2)
-    for name in threads.VARIABLES:
+    monkeypatch.setattr("moezoo.parallel.mesh.processors", lambda: 2)
+    for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    threads.give_threads(3)
-    threads.give_threads(devices)  # the last call before JAX starts counts
+    give_threads(3)
+    give_threads(devices)  # the last call before JAX starts counts
     assert os.environ.get("PJRT_NPROC") == wanted
-    threads.take_back_threads()
+    take_back_threads()
     assert "PJRT_NPROC" not in os.environ

@@ -13,10 +13,10 @@ from refusals import refused
 
 import moezoo
 from moezoo.config.build import blueprint_of, build_execution
-from moezoo.parallel.held import hold, use
 from moezoo.parallel.mesh import MeshShape, abstract_mesh
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.pipeline import Circular
+from moezoo.parallel.weight_mover import hold, use
 
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 4))

@@ -15,7 +15,7 @@ from moezoo.nn.linear import project
 from moezoo.parallel.axes import Axes, Role, Weight
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.stacked import FEW_ROWS, InStack, ReadInStack
+from moezoo.parallel.stacks import FEW_ROWS, InStack, ReadInStack
 from moezoo.parallel.stored import Stored
 from moezoo.parallel.weight_mover import WeightMover
 

@@ -33,13 +33,12 @@ from moezoo.moe.dispatch import Ragged
 from moezoo.nn.latent_attention import Latents, expand
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.parallel.context_parallel import Coordinates, Interval, Scoring, SequenceGroup, SplitOperands
+from moezoo.parallel.execution import rematerialise
 from moezoo.parallel.kernels import KernelOrder, device_target, target_of
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.parallel.remat import rematerialise
 from moezoo.parallel.weight_mover import WeightMover
-from moezoo.tools.absent import ABSENT, absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import ABSENT, absent_devices, compile_for, memory_of
 from moezoo.training.build import build_step
 
 

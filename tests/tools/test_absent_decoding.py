@@ -17,8 +17,7 @@ from moezoo.nn.rotary import Rotary
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.mesh_execution import on_mesh
-from moezoo.tools.absent import absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import absent_devices, compile_for, memory_of
 
 LAYERS, TEXTS, SLOTS, EMBED = 4, 4, 32768, 128
 OPTIONS: Any = {"out_std": 1.0, "dtype": jnp.dtype("bfloat16")}

@@ -14,10 +14,9 @@ import pytest
 from instructions import Ring, running_at_loads
 
 from moezoo.kernels.grouped_matmul import gated, grouped_matmul
-from moezoo.nn.activation import SWIGLU
+from moezoo.nn.mlp import SWIGLU
 from moezoo.parallel.kernels import KernelOrder, device_target
-from moezoo.tools.absent import absent_devices
-from moezoo.tools.compiling import compile_for, memory_of
+from moezoo.tools.absent import absent_devices, compile_for, memory_of
 
 
 def compiled(kind: str, sizes: list[tuple[int, int, int, int]]) -> list[tuple[int, float]]:

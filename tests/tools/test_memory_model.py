@@ -10,9 +10,8 @@ from moezoo.models.layer_memory import layer_loops, layer_memories, layer_memory
 from moezoo.parallel.kernels import Target, mesh_for
 from moezoo.parallel.mesh import mesh_of
 from moezoo.parallel.traces import scan_counts
-from moezoo.tools.absent import absent_devices
+from moezoo.tools.absent import absent_devices, memory_of
 from moezoo.tools.calls import CALLS
-from moezoo.tools.compiling import memory_of
 from moezoo.tools.memory_model import footprint
 from moezoo.tools.sharding.activations import cache_rows
 from moezoo.training.build import build_step

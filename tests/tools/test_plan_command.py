@@ -159,9 +159,11 @@ def test_nothing_fits(console):
     ("mesh", "wanted"), [("fsdp4", "fsdp8"), ("fsdp2_ep2", "fsdp4_ep2"), ("ep3", "fsdp8"), ("fsdp64_ep2", "fsdp4_ep2")]
 )
 def test_a_mesh_of_another_size(console, mesh, wanted):
-    code, _, err = console("plan", *TINY, f"mesh={mesh}")
-    assert code == 2
-    check_line(err.splitlines()[-1], f"error: mesh={mesh} has ", f" and topology=v5p:2x2x2 has 8; write mesh={wanted}")
+    """No progress comes before the mistake."""
+    code, out, err = console("plan", *TINY, f"mesh={mesh}")
+    assert (code, out) == (2, "")
+    line = err.removesuffix("\n")
+    check_line(line, f"error: mesh={mesh} has ", f" and topology=v5p:2x2x2 has 8; write mesh={wanted}")
 
 
 def test_a_compiler_that_refuses_leaves_what_was_predicted(console, monkeypatch):

@@ -154,12 +154,12 @@ def test_a_large_model_has_a_small_page():
     rng = np.random.default_rng(0)
     tally = Tally(layers, experts, 2, np.full(count, experts))
     tokens = np.arange(count * experts) % count
-    first = rng.integers(0, experts, (layers, 1, len(tokens)))
+    first = (tokens + rng.integers(0, 4, (layers, 1, len(tokens)))) % experts  # a few experts for each token
     tally.add(tokens[None], np.ones((1, len(tokens)), bool), np.stack([first, (first + 1) % experts], -1))
 
     class Text(TextRouting):
         def context(self, place):
-            return Context("<before>" * 60, "<script>" * (place % 2), "&after;" * 60)
+            return Context("<before>" * 60, "<script>" * (place % 2), "&after;" * 50)
 
     rows: Any = types.SimpleNamespace(unit="token")
     routing = Text((*range(1, layers + 1),), tally, rows)

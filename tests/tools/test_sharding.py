@@ -19,8 +19,16 @@ from moezoo.parallel.traces import collective_traffic, equations
 from moezoo.parallel.traffic import Row, Traffic, TrafficTable
 from moezoo.tools.calls import CALLS, Call, CallName
 from moezoo.tools.sharding.activations import activations
-from moezoo.tools.sharding.describe import CollectiveRow, MemoryRow, ParameterRow, Sharding, collectives, describe
-from moezoo.tools.sharding.differences import Change, find_differences
+from moezoo.tools.sharding.describe import (
+    Change,
+    CollectiveRow,
+    MemoryRow,
+    ParameterRow,
+    Sharding,
+    collectives,
+    describe,
+    find_differences,
+)
 
 # Sizes differ, so that a shape is found only where it belongs. One kind of layer is traced in half the time of two.
 PROGRAMS: dict[CallName, str] = {

@@ -16,8 +16,7 @@ from moezoo.config.build import build_execution
 from moezoo.parallel.mesh import mesh_of
 from moezoo.profiling.hlo import KERNEL, Instruction, read_computations
 from moezoo.profiling.profile import operations
-from moezoo.tools.absent import absent_devices
-from moezoo.tools.compiling import memory_of
+from moezoo.tools.absent import absent_devices, memory_of
 from moezoo.training.build import build_step
 
 pytestmark = pytest.mark.usefixtures("_uncached")

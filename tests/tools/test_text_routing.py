@@ -19,9 +19,8 @@ from refusals import refused
 
 import moezoo
 from moezoo.data import Batch, load, validation_batches
-from moezoo.tools.parity.recording import record_model
+from moezoo.tools.recording import make_expert_ids, record_model
 from moezoo.tools.routing.counted import TextRouting, rows_of_source
-from moezoo.tools.routing.expert_ids import make_expert_ids
 from moezoo.tools.routing.tally import Tally, log_odds
 
 ROWS, LENGTH = 8, 16
@@ -222,6 +221,17 @@ def test_log_odds_by_the_formula():
         assert found[e, t] == pytest.approx(delta / math.sqrt(1 / (y + a) + 1 / (rest + a)))
     assert found[0].argmax() == 0
     assert found[1].argmax() == 1
+
+
+def test_tokens_that_chance_explains_are_not_listed():
+    """Two of four tokens have an expert of their own; the others go to both, one of them a little more to the first."""
+    tally, of_first = Tally(1, 2, 1, np.full(4, 30)), (30, 0, 15, 17)
+    ids = np.concatenate([np.arange(30) >= count for count in of_first]).astype(int)
+    tally.add(np.repeat(np.arange(4), 30)[None], np.ones((1, 120), bool), ids[None, None, :, None])
+    assert 0 < log_odds(tally.chosen[0], tally.occurrences)[0, 3] < 1
+    no_rows: Any = None
+    (found,) = TextRouting((0,), tally, no_rows).specific_tokens()
+    assert [[each.token for each in tokens] for tokens in found] == [[0], [1]]
 
 
 def test_rows_of_a_mixture_by_their_number():

@@ -20,7 +20,7 @@ from moezoo.models.layers import layer_addresses
 from moezoo.models.names import Rows
 from moezoo.parallel.axes import Role, parameter_table
 from moezoo.tools.parity import peer
-from moezoo.tools.parity.recording import ModuleRecord, Where, record_model
+from moezoo.tools.recording import ModuleRecord, Where, record_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from moezoo.errors import UserError
 from moezoo.hub.nested import NESTED
 from moezoo.json_files import read_json
-from moezoo.tools.parity.recording import ModuleRecord
+from moezoo.tools.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
 _RENAMED = {".block_sparse_moe": ".mlp", ".mlp.router.gate": ".mlp.gate", ".shared_mlp": ".shared_experts"}

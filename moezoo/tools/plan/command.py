@@ -118,6 +118,8 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
     for word in (*(f"rules={name}" for name in rules), *(f"dispatch={name}" for name in strategies)):
         overrides.read([word])
     candidates = list(listed(words, _list(keys.mesh, ()), rules, strategies))
+    if len(candidates) == 1:  # a mistake in the only one ends the command before any progress
+        check_mesh(fill(candidates[0], where), where)
     done: list[Any] = []
     for number, candidate in enumerate(candidates, 1):
         _progress(f"{number}/{len(candidates)}: {' '.join(candidate[len(words) :]) or 'as configured'}")
@@ -127,8 +129,6 @@ def _compare(keys: Keys, words: Sequence[str], where: Any, switches: Switches) -
             check_mesh(full, where)
             row = plan.estimate(full, where, switches.call)
         except UserError as error:
-            if len(candidates) == 1:
-                raise
             row = plan.refused(candidate, where, str(error))
         _progress(f"  {_outcome(row)} ({time.monotonic() - began:.0f} s)")
         row = row if row.fits else _helped(row, where, switches.call)

@@ -28,7 +28,7 @@ from moezoo.tools.calls import CALLS
 from moezoo.tools.memory_model import Footprint, footprint, least_footprint
 from moezoo.tools.plan.hardware import Slice
 from moezoo.tools.plan.units import show_bytes
-from moezoo.tools.plan.work import Bound, Work, bound, work_of
+from moezoo.tools.plan.work import bound, work_of
 from moezoo.tools.sharding.describe import CollectiveRow, collectives
 
 
@@ -184,10 +184,7 @@ def _shortage(found: Footprint, room: int) -> str:
 
 def _timed(row: PlanRow, cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
     work = work_of(cfg, call)
-    return _with_bound(row, work, bound(work, where, cfg.mesh.sizes), cfg, where, call)
-
-
-def _with_bound(row: PlanRow, work: Work, least: Bound, cfg: TrainConfig, where: Slice, call: CallName) -> PlanRow:
+    least = bound(work, where, cfg.mesh.sizes)
     tokens = cfg.batch_size * (1 if call == "decode" else cfg.seq_len)
     step = least.step_seconds
     return row._replace(

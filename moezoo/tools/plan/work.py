@@ -36,11 +36,11 @@ from moezoo.config.build import blueprint_of, blueprint_on
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
-from moezoo.moe.chunks import layer_rows
 from moezoo.moe.dispatch import Capacity, Dense
+from moezoo.moe.mixture import layer_rows
 from moezoo.parallel.axes import count_parameters, is_stored, parameter_table
+from moezoo.parallel.execution import REMAT
 from moezoo.parallel.mesh import no_context_mesh
-from moezoo.parallel.remat import REMAT
 from moezoo.parallel.traces import Equation, collective_traffic, equations
 from moezoo.parallel.traffic import CallName, Phase, TrafficTable
 from moezoo.tools.calls import CALLS, Call

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
     loads |= {} if step is None else {step: text.tally.load}
     report = numbers(name, f"data={source.name}, {use} documents", text, agreements, loads, keys.top)
     print("\n".join(lines(report)))
-    for path in write(report, text, out):
+    for path in write(report, text, loads, out):
         print(f"{'written':<11} {path}")
 
 

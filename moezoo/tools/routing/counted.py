@@ -11,16 +11,16 @@ from moezoo.config.settings import TrainConfig
 from moezoo.data import Batch, Source, load, validation_batches
 from moezoo.data.tokenizer import Numbers
 from moezoo.errors import UserError, check_type
-from moezoo.models.arguments import as_integers, check_inside
-from moezoo.models.base import LanguageModel
+from moezoo.models.base import LanguageModel, as_integers, check_inside
 from moezoo.models.layers import layers_with_experts
 from moezoo.parallel.execution import Execution
 from moezoo.progress import OnBatch
-from moezoo.tools.routing.expert_ids import make_expert_ids
+from moezoo.tools.recording import make_expert_ids
 from moezoo.tools.routing.tally import SpecificToken, Tally, log_odds
 from moezoo.typed import convert, show
 
 _CONTEXT = 24  # tokens before and after one that is shown
+_LEAST_SCORE = 1.96  # the 95% level of a z-score: chance may explain a smaller one
 
 
 class TextRows(NamedTuple):
@@ -65,14 +65,14 @@ class TextRouting(NamedTuple):
     rows: TextRows
 
     def specific_tokens(self, count: int = 8) -> list[list[list[SpecificToken]]]:
-        """Return the tokens that are most specific to each expert of each layer, at most `count`, the best first."""
+        """Return the tokens specific to each expert of each layer, the best first: `count` at most, of 1.96 or more."""
         tally, found = self.tally, []
         for chosen, first in zip(tally.chosen, tally.first, strict=True):
             scores = np.where(chosen > 0, log_odds(chosen, tally.occurrences), 0)
             best = np.argsort(-scores, axis=1, kind="stable")[:, :count]
             scores, chosen, first = (np.take_along_axis(each, best, 1) for each in (scores, chosen, first))
             fields = np.stack([tally.token_ids[best], scores, chosen, tally.occurrences[best], first], 2, dtype=object)
-            shown = scores > 1e-9  # one expert's are 0 up to rounding
+            shown = scores >= _LEAST_SCORE
             found.append([[SpecificToken(*each) for each in fields[e, shown[e]]] for e in range(len(best))])
         return found
 

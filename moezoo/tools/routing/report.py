@@ -9,6 +9,7 @@ import numpy as np
 
 import moezoo.tables as tables
 from moezoo.tools.routing.counted import RoutingAgreement, TextRouting
+from moezoo.tools.routing.tally import SpecificToken
 from moezoo.training.files import replace_text, writing_to
 from moezoo.training.pictures import load_picture, relative_picture
 from moezoo.typed import counted, show
@@ -40,7 +41,6 @@ def numbers(
     counts = text.layers, tally.balance_by_layer, tally.pairs, tally.co_activation, text.specific_tokens(top)
     for row, (layer, balance, both, co_activation, experts) in enumerate(zip(*counts, strict=True)):
         relative = np.nan_to_num(np.triu(co_activation, 1)).ravel()
-        strongest = np.argsort(-relative, kind="stable")[:_PAIRS].tolist()
         layers.append(
             {
                 "layer": layer,
@@ -50,18 +50,10 @@ def numbers(
                 "dead": np.flatnonzero(tally.dead[row]).tolist(),
                 "pairs": [
                     {"experts": divmod(at, num_experts), "together": int(both.flat[at]), "relative": relative[at]}
-                    for at in strongest
+                    for at in np.argsort(-relative, kind="stable")[:_PAIRS].tolist()
                     if relative[at] > 0
                 ],
-                # A text without characters is shown as its number.
-                "tokens": [
-                    [
-                        each._asdict() | around._asdict() | {"token": around.token or f"[{each.token}]"}
-                        for each in tokens
-                        for around in [text.context(each.place)]
-                    ]
-                    for tokens in experts
-                ],
+                "tokens": [[_in_context(each, text) for each in tokens] for tokens in experts],
                 "agreement": {name: float(each.agreement[row]) for name, each in agreements.items()},
                 "load_by_step": {step: load[row].tolist() for step, load in loads.items()},
             }
@@ -74,6 +66,11 @@ def numbers(
         "balance": {name: float(value) for name, value in tally.balance._asdict().items()},
         "layers": layers,
     }
+
+
+def _in_context(token: SpecificToken, text: TextRouting) -> dict[str, Any]:
+    around = text.context(token.place)
+    return token._asdict() | around._asdict() | {"token": around.token or f"[{token.token}]"}  # some have no characters
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
@@ -89,32 +86,27 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     return [f"{name:<11} {text}" for name, text in rows]
 
 
-def write(report: Mapping[str, Any], text: TextRouting, folder: Path) -> list[Path]:
-    """Write all files to the folder, and return their paths."""
+def write(report: Mapping[str, Any], text: TextRouting, loads: Mapping[int, np.ndarray], folder: Path) -> list[Path]:
+    """Write all files to the folder, and return their paths. `loads` are as in `numbers`."""
+    tally, layers = text.tally, [f"layer {number}" for number in text.layers]
+    names = ["routing.md", "routing.json", "load.png"]
     with writing_to("out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = _draw(text, [each["load_by_step"] for each in report["layers"]], folder)
-        replace_text(folder / "routing.md", make_page(report, pictures))
+        load_picture(tally.load, text.layers, folder / "load.png", steps=f"{tally.tokens:,} {text.rows.unit}s of text")
+        if not np.isnan(tally.co_activation).all():
+            names.append("pairs.png")
+            panels = dict(zip(layers, tally.co_activation, strict=True))
+            title = "Experts chosen together, relative to independence"
+            relative_picture(panels, folder / names[-1], title=title, labels=("expert", "expert"))
+        if len(loads) > 1:
+            names.append("load_by_step.png")
+            relative = np.stack([load / np.maximum(load.mean(1, keepdims=True), 1e-9) for load in loads.values()], 2)
+            panels = dict(zip(layers, relative, strict=True))
+            title, labels = "Load of each expert by checkpoint, on the same text", ("expert", "step")
+            relative_picture(panels, folder / names[-1], title=title, labels=labels, columns=[*loads])
+        replace_text(folder / "routing.md", make_page(report, names[2:]))
         replace_text(folder / "routing.json", json.dumps(report, indent=1))
-    return [folder / name for name in ("routing.md", "routing.json", *pictures)]
-
-
-def _draw(text: TextRouting, by_step: list[dict[int, list[int]]], folder: Path) -> list[str]:
-    """Draw the pictures, and return the names of their files. `by_step` are the loads of each layer."""
-    tally, pictures, layers = text.tally, ["load.png"], [f"layer {number}" for number in text.layers]
-    load_picture(tally.load, text.layers, folder / "load.png", steps=f"{tally.tokens:,} {text.rows.unit}s of text")
-    if not np.isnan(tally.co_activation).all():
-        pictures.append("pairs.png")
-        panels = dict(zip(layers, tally.co_activation, strict=True))
-        title = "Experts chosen together, relative to independence"
-        relative_picture(panels, folder / pictures[-1], title=title, labels=("expert", "expert"))
-    if len(by_step[0]) > 1:
-        pictures.append("load_by_step.png")
-        loads = np.array([[*each.values()] for each in by_step]).swapaxes(1, 2)  # [layer, expert, step]
-        panels = dict(zip(layers, loads * loads.shape[1] / np.maximum(loads.sum(1, keepdims=True), 1), strict=True))
-        title, labels = "Load of each expert by checkpoint, on the same text", ("expert", "step")
-        relative_picture(panels, folder / pictures[-1], title=title, labels=labels, columns=[*by_step[0]])
-    return pictures
+    return [folder / name for name in names]
 
 
 def code(text: str) -> str:

@@ -11,7 +11,7 @@ from moezoo.moe.routing import Balance, balance_of
 # Counts of tokens by layer and expert: so many numbers, of 12 bytes each, are in memory at most.
 _MOST_COUNTS = 2**24
 
-_jitted = jax.jit(balance_of)
+_balance_of = jax.jit(balance_of)
 
 
 class SpecificToken(NamedTuple):
@@ -41,16 +41,12 @@ class Tally:
     """
 
     def __init__(self, layers: int, experts: int, k: int, occurrences: Integer[np.ndarray, " vocab"]):
-        """Begin with nothing; `occurrences` says how often each token of the vocabulary is in the text.
-
-        Tokens of the vocabulary are counted by layer and expert as far as memory is bounded: the most frequent ones.
-        """
-        order = np.argsort(-occurrences, kind="stable")[: (occurrences > 0).sum()]
-        self.token_ids = order[: max(_MOST_COUNTS // (layers * experts), 1)]
-        self.occurrences = occurrences[self.token_ids].astype(np.int64)
+        """Begin with nothing; `occurrences` says how often each token of the vocabulary is in the text."""
+        order = np.argsort(-occurrences, kind="stable")
+        self.token_ids = order[: min(max(_MOST_COUNTS // (layers * experts), 1), np.count_nonzero(occurrences))]
+        self.occurrences = occurrences[self.token_ids]
         self.tokens, self.k, self._read = int(occurrences.sum()), k, 0
-        self._column = np.full(len(occurrences), -1)
-        self._column[self.token_ids] = np.arange(len(self.token_ids))
+        self._column = np.argsort(order)
         self.pairs = np.zeros((layers, experts, experts), np.int64)
         self.chosen = np.zeros((layers, experts, len(self.token_ids)), np.int32)
         self.first = np.full(self.chosen.shape, np.iinfo(np.int64).max)
@@ -60,7 +56,8 @@ class Tally:
         places = self._read + np.flatnonzero(valid)
         self._read += valid.size
         columns = self._column[tokens[valid]]
-        kept, (experts, counted) = columns >= 0, self.chosen.shape[1:]
+        experts, counted = self.chosen.shape[1:]
+        kept = columns < counted
         for layer, ids in enumerate(expert_ids[:, valid].astype(np.int64)):  # [tokens, k]
             pairs = np.bincount((ids[:, :, None] * experts + ids[:, None, :]).ravel(), minlength=experts**2)
             self.pairs[layer] += pairs.reshape(experts, experts)
@@ -92,21 +89,19 @@ class Tally:
     def co_activation(self) -> Float[np.ndarray, "layer experts experts"]:
         """How often two experts are chosen together, relative to independent choices.
 
-        It is P(i and j) / (P(i) P(j)), divided by what a choice of k different experts at random has,
-        (k - 1) E / (k (E - 1)); so 1 is independent, 0 never together. P is the share of tokens. Muennighoff et al.
-        (2024, arXiv:2409.02060, section 5.2) count the same pairs, relative to the load of one of the two. It is NaN on
-        the diagonal, for an expert without tokens, and with one expert per token.
+        docs/routing.md has the formula. It is NaN on the diagonal, for an expert without tokens, and with one expert
+        per token. Muennighoff et al. (2024, arXiv:2409.02060, section 5.2) divide by the load of one of the two alone.
         """
         load, experts = self.load.astype(float), self.load.shape[1]
         independent = (self.k - 1) * experts / (self.k * max(experts - 1, 1))
         expected = load[:, :, None] * load[:, None, :] * independent / max(self.tokens, 1)
         expected[:, range(experts), range(experts)] = 0
-        return np.where(expected > 0, self.pairs / np.where(expected > 0, expected, 1), np.nan)
+        return np.divide(self.pairs, expected, out=np.full_like(expected, np.nan), where=expected > 0)
 
 
 def _balance(load: np.ndarray) -> Balance:
     # float32 also counts texts whose assignments exceed int32.
-    return jax.device_get(_jitted(load.astype(np.float32)))
+    return jax.device_get(_balance_of(load.astype(np.float32)))
 
 
 def log_odds(
@@ -114,15 +109,13 @@ def log_odds(
 ) -> Float[np.ndarray, "experts counted"]:
     """Return how specific each token is to each expert of a layer: the z-score of its log-odds ratio.
 
-    This is the weighted log-odds ratio with an informative Dirichlet prior of Monroe et al. (2008, "Fightin' Words",
-    Political Analysis 16:372-403, equations 16, 20 and 22), of the assignments to one expert against those to all
-    others. With y times of n for the expert, and likewise y' of n' for the others,
+    It is that of Monroe et al. (2008, "Fightin' Words", Political Analysis 16:372-403, equations 16, 20 and 22). With y
+    of the n assignments to the expert, and y' of the n' to all others,
 
         delta = log((y + a) / (n + A - y - a)) - log((y' + a) / (n' + A - y' - a))
         score = delta / sqrt(1 / (y + a) + 1 / (y' + a))
 
-    The prior a is the token's share of the text times A, the number of counted tokens, so it is 1 on average. A token
-    that no other stands beside has score 0.
+    The prior a is the token's share of the text times A, the number of counted tokens; with one token scores are 0.
     """
     if (total := len(occurrences)) < 2:
         return np.zeros(chosen.shape)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from moezoo.config.settings import TrainConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import block_path
-from moezoo.moe.chunks import for_group
+from moezoo.moe.mixture import for_group
 from moezoo.nn.cache import Cache
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes

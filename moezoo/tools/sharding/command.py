@@ -42,8 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     from moezoo.config.compose import compose
     from moezoo.parallel.mesh import cpu_devices, has_started
     from moezoo.tools.sharding import text
-    from moezoo.tools.sharding.describe import describe
-    from moezoo.tools.sharding.differences import find_differences
+    from moezoo.tools.sharding.describe import describe, find_differences
     from moezoo.training.report import unsplit_lines
 
     switches, words = take_switches(Switches, arguments)

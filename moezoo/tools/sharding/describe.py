@@ -1,6 +1,10 @@
-"""What a configuration stores, computes and moves on each device of a mesh, without the devices."""
+"""What a configuration stores, computes and moves on each device of a mesh, without the devices.
 
-from typing import Literal, NamedTuple
+Two configurations are compared parameter by parameter, activation by activation, collective by collective.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -13,21 +17,14 @@ from moezoo.parallel.mesh import abstract_mesh, no_context_mesh
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import TrafficTable
+from moezoo.profiling.hlo import COLLECTIVES
 from moezoo.tools.calls import CALLS, CallName
 from moezoo.tools.sharding.activations import ActivationRow, Spec, activations, cache_rows
 from moezoo.typed import convert
 
 # The collectives of JAX -> the operations of compiled programs.
-_OPS = {
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "ppermute": "collective-permute",
-    "psum": "all-reduce",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "reduce_scatter": "reduce-scatter",
-}
+_OPS = {ours: op for op, ours in COLLECTIVES.items() if op != "collective-broadcast"}
+_OPS |= {"pmax": "all-reduce", "pmin": "all-reduce"}
 
 
 class ParameterRow(NamedTuple):
@@ -158,3 +155,42 @@ def _parameters(blueprint: Blueprint, execution: MeshExecution) -> tuple[Paramet
         name = jax.tree_util.keystr(path)
         rows.append(ParameterRow(name, placement.axes.names, placement.stored, array.shape, local, stored, learns))
     return tuple(rows)
+
+
+class Change(NamedTuple):
+    """Rows of both layouts for the same thing, which differ; None where a layout does not have it."""
+
+    this: Any
+    against: Any
+
+
+class Differences(NamedTuple):
+    """What differs; collectives are sorted by scope. `same` counts the rows of each kind that do not differ."""
+
+    parameters: tuple[Change, ...]
+    activations: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+    memory: tuple[Change, ...]
+    same: tuple[int, ...]
+
+
+def find_differences(this: Sharding, against: Sharding) -> Differences:
+    """Return the differences. Collectives are the same thing if scope, operation and mesh axes agree."""
+    parameters = _changes(this.parameters, against.parameters, lambda row: row.name)
+    activations = _changes(this.activations, against.activations, lambda row: row.name)
+    collectives = _changes(this.collectives, against.collectives, _key)
+    ordered = sorted(collectives, key=lambda change: _key(change.this or change.against))
+    memory = _changes(this.memory, against.memory, lambda row: row.name)
+    changes = (parameters, activations, tuple(ordered), memory)
+    same = (len(rows) - sum(c.this is not None for c in each) for rows, each in zip(this, changes, strict=True))
+    return Differences(*changes, tuple(same))
+
+
+def _key(row: CollectiveRow) -> tuple[str, str, MeshAxes]:
+    return row.scope, row.op, row.mesh_axes
+
+
+def _changes(this: Sequence[Any], against: Sequence[Any], key: Callable[[Any], Hashable]) -> tuple[Change, ...]:
+    here, there = ({key(row): row for row in rows} for rows in (this, against))
+    pairs = (Change(here.get(each), there.get(each)) for each in {**here, **there})
+    return tuple(change for change in pairs if change.this != change.against)

@@ -15,8 +15,7 @@ from moezoo.parallel.axes import count_parameters
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import Traffic
 from moezoo.tools.calls import CallName
-from moezoo.tools.sharding.describe import CollectiveRow, ParameterRow, Sharding
-from moezoo.tools.sharding.differences import Change, Differences
+from moezoo.tools.sharding.describe import Change, CollectiveRow, Differences, ParameterRow, Sharding
 from moezoo.typed import show
 
 _IN_A_BLOCK = re.compile(r"(\.stacks\[\d+\]\.blocks\[\d+\])(\..+)")

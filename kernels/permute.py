@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.dispatch import Plan
+from moezoo.parallel.dispatch import Plan as Plan
 
 
 def plan(expert_ids: Int[Array, "tokens k"], first: Int[Array, ""] | int, count: int, room: int | None = None) -> Plan:

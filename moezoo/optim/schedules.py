@@ -1,4 +1,4 @@
-"""A learning rate that falls along a half cosine."""
+"""The learning-rate schedules. The contract is `moezoo.optim.base.Schedule`."""
 
 import dataclasses
 from typing import Annotated
@@ -8,6 +8,18 @@ from jaxtyping import Array, Float
 
 from moezoo.optim.base import Schedule
 from moezoo.typed import Range
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Schedule):
+    """Linear warm-up from zero, then the peak to the end."""
+
+    warmup_steps: int = 0
+
+    def after_warmup(self, rate: Float[Array, ""], since: Float[Array, ""], left: Float[Array, ""]) -> Float[Array, ""]:
+        """Return `rate` unchanged."""
+        del since, left
+        return rate
 
 
 @dataclasses.dataclass(frozen=True)

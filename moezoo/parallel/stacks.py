@@ -1,8 +1,14 @@
-"""Weights of one layer that stay in the stack of all layers until a product reads them.
+"""Stacks of matrices that products read where they lie: gathered matrices, and one layer in the stack of all layers.
 
-A forward pass without gradients, such as one more token of generation, reads each weight once. XLA copies a slice of a
-stack before a matrix product, so a loop over layers would copy every layer first, experts that no token uses included.
-In training experts are read so, matrix by matrix, and their gradients are those of the layer's slice.
+`Gathered` has its matrices in the order in which an all-gather writes them: the blocks of the devices one after the
+other. Along any dimension except the first, XLA gathers into another order and then copies the whole array into the
+order that the program asks for; the gradient is copied back before it is reduce-scattered. Experts are read matrix by
+matrix, and a program copies each matrix out of the stack anyway, so they can be read in any order.
+
+`InStack` and `ReadInStack` are the weights of one layer in the stack of all layers. A forward pass without gradients,
+such as one more token of generation, reads each weight once. XLA copies a slice of a stack before a matrix product, so
+a loop over layers would copy every layer first, experts that no token uses included. In training experts are read so,
+matrix by matrix, and their gradients are those of the layer's slice.
 """
 
 from typing import Any
@@ -16,7 +22,55 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.stored import Matrices
+from moezoo.parallel.stored import Matrices, matrix_of
+
+
+class Gathered(Matrices):
+    """A stack [groups, inputs, outputs] whose dimension `dim`, 1 or 2, comes first in memory.
+
+    `values` is [inputs, groups, outputs] for 1, and [outputs, groups, inputs] for 2.
+    """
+
+    values: Float[Array, "first groups last"]
+    dim: int = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[groups, inputs, outputs]."""
+        first, groups, last = self.values.shape
+        return (groups, first, last) if self.dim == 1 else (groups, last, first)
+
+    def materialise(self, dtype: DTypeLike) -> Float[Array, "groups inputs outputs"]:
+        """Return the stack."""
+        return jnp.moveaxis(self.values, 0, self.dim).astype(dtype)
+
+    def matrix(self, group: Int[Array, ""]) -> Float[Array, "inputs outputs"]:
+        """Return the matrix of a group. XLA makes its transposition a part of the product that reads it."""
+        return self._turned(self._stored(group))
+
+    def put(self, group: Int[Array, ""], part: Float[Array, "inputs outputs"], add: bool) -> "Gathered":
+        """Return the stack with `part` written over the matrix of a group, or added to it."""
+        part = self._turned(part)
+        if add:
+            part = self._stored(group) + part
+        values = lax.dynamic_update_index_in_dim(self.values, part, group, 1, allow_negative_indices=False)
+        return Gathered(values=values, dim=self.dim, dtype=self.dtype)
+
+    def _stored(self, group: Int[Array, ""]) -> Array:
+        return lax.dynamic_index_in_dim(self.values, group, 1, keepdims=False, allow_negative_indices=False)
+
+    def _turned(self, matrix: Array) -> Array:
+        return matrix if self.dim == 1 else matrix.T
+
+
+def put_matrix(stack: Array | Gathered, group: Int[Array, ""], part: Array, add: bool) -> Array | Gathered:
+    """Return the stack with `part` written over the matrix (or the bias) of a group, or added to it."""
+    if isinstance(stack, Gathered):
+        return stack.put(group, part, add)
+    part = matrix_of(stack, group) + part if add else part
+    return lax.dynamic_update_index_in_dim(stack, part, group, 0, allow_negative_indices=False)
+
 
 # With more rows, copying the matrix and multiplying it once takes less time on a CPU than reading it for each row.
 FEW_ROWS = 4
