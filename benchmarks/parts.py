@@ -19,7 +19,7 @@ from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError, nearest
 from moezoo.host import locking
-from moezoo.typed import Range, show
+from moezoo.typed import Positive, Size, show
 
 # A training step in one word each: overrides of `moezoo.compose`.
 STEPS = ("mesh=single dispatch=ring", "mesh=ep8 dispatch=ring", "mesh=ep8 dispatch=gather", "mesh=fsdp8 dispatch=ring")
@@ -62,7 +62,6 @@ PEER_STEPS = {
 MODELS = {"narrow": NARROW, **GENERATED}
 CALLS = ("1x32x64", "8x32x64", "1x1024x32", "8x256x32")
 
-_POSITIVE = Range(at_least=1)
 # Keys that name what is compared, and what an entry of theirs may set: with other words, results would not compare.
 _COMPARED = ("mesh", "dispatch", "layout")
 _LAYOUT = ("mesh", "rules", "dispatch", "optimizer")
@@ -88,8 +87,8 @@ class Keys:
 class Timed(Keys):
     """Keys of parts that time calls."""
 
-    seconds: float = key("time per implementation and pass", default=5.0, valid=Range(above=0))
-    samples: int = key("most samples per implementation and pass", default=15, valid=_POSITIVE)
+    seconds: Positive = key("time per implementation and pass", default=5.0)
+    samples: Size = key("most samples per implementation and pass", default=15)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +147,7 @@ class Step(Typed, Timed):
         "transformers",
         default=None,
     )
-    turn: int = key("with peer=: steps of a turn", default=2, valid=_POSITIVE)
+    turn: Size = key("with peer=: steps of a turn", default=2)
     adamw: Literal["fused", "plain"] = key("with peer=: PyTorch's AdamW", "fused|plain", default="fused")
 
     def __post_init__(self):
@@ -180,7 +179,7 @@ class Strategies(Keys):
         default=tuple(overrides.groups()["dispatch"]),
     )
     mesh: tuple[str, ...] = key(f"a mesh; by default {', '.join(MESHES)}", "NAME", default=MESHES)
-    updates: int = key("updates of the parameters", default=20, valid=_POSITIVE)
+    updates: Size = key("updates of the parameters", default=20)
 
 
 class WithModels:
@@ -213,7 +212,7 @@ class Layouts(WithModels, Keys):
         '"KEY=VALUE ..."',
         default=LAYOUTS,
     )
-    updates: int = key("updates of the parameters", default=20, valid=_POSITIVE)
+    updates: Size = key("updates of the parameters", default=20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,11 +252,9 @@ class Generate(WithModels, Timed):
 class Load(Keys):
     """Keys of `load`."""
 
-    gb: tuple[float, ...] = key(
-        "about the GB of a folder; by default 0.3, 1 and 3", "GB", default=(0.3, 1.0, 3.0), valid=Range(above=0)
-    )
+    gb: tuple[Positive, ...] = key("about the GB of a folder; by default 0.3, 1 and 3", "GB", default=(0.3, 1.0, 3.0))
     layout: tuple[str, ...] = key("a layout; by default one device", '"KEY=VALUE ..."', default=("mesh=single",))
-    samples: int = key("loads of each", default=3, valid=_POSITIVE)
+    samples: Size = key("loads of each", default=3)
     folder: str | None = key("a new folder that keeps the models, by default none", "FOLDER", default=None)
 
 
@@ -266,15 +263,15 @@ class FewBits(Timed):
     """Keys of `few_bits`."""
 
     format: tuple[Literal["fp8", "mxfp4"], ...] = key("formats; by default both", "NAME", default=("fp8", "mxfp4"))
-    prompt: int = key("tokens of the prompt", default=32, valid=_POSITIVE)
-    new: int = key("tokens that are added", default=32, valid=_POSITIVE)
+    prompt: Size = key("tokens of the prompt", default=32)
+    new: Size = key("tokens that are added", default=32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Data(Keys):
     """Keys of `data`."""
 
-    gb: float = key("the GB of text", "GB", default=1.0, valid=Range(above=0))
+    gb: Positive = key("the GB of text", "GB", default=1.0)
     tokenizer: str | None = key("a Hugging Face tokenizer.json, by default none: bytes", "FILE", default=None)
     folder: str | None = key("where the corpus and its cache are for a while, by default /tmp", "FOLDER", default=None)
 
@@ -283,18 +280,17 @@ class Data(Keys):
 class Attention(Typed, Timed):
     """Keys of `attention`."""
 
-    tokens: tuple[int, ...] = key(
+    tokens: tuple[Size, ...] = key(
         "tokens per row, by default powers of 2 from 128 to 16384; a batch has one row, or as many as make 1024 tokens",
         "N",
         default=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-        valid=_POSITIVE,
     )
-    kv_heads: int = key("key-value heads", default=2, valid=_POSITIVE)
-    group: int = key("query heads per key-value head", default=2, valid=_POSITIVE)
-    head_dim: int = key("dimensions of a key", default=32, valid=_POSITIVE)
-    value_dim: int = key("dimensions of a value", default=32, valid=_POSITIVE)
-    documents: int = key("documents per row", default=1, valid=_POSITIVE)
-    window: int | None = key("tokens that a query sees, by default all", "N", default=None, valid=_POSITIVE)
+    kv_heads: Size = key("key-value heads", default=2)
+    group: Size = key("query heads per key-value head", default=2)
+    head_dim: Size = key("dimensions of a key", default=32)
+    value_dim: Size = key("dimensions of a value", default=32)
+    documents: Size = key("documents per row", default=1)
+    window: Size | None = key("tokens that a query sees, by default all", "N", default=None)
     absent: tuple[str, ...] = key("compile for these devices instead of running", "NAME", default=())
 
 
@@ -329,9 +325,9 @@ class Device(Keys):
     resume: str | None = key(
         "the folder of an earlier call on this kind of device: what is measured there stays", "FOLDER", default=None
     )
-    seconds: float = key("time for all parts together", default=600.0, valid=Range(above=0))
-    each: float = key("time per implementation and pass", default=0.25, valid=Range(above=0))
-    samples: int = key("most samples per implementation and pass", default=9, valid=_POSITIVE)
+    seconds: Positive = key("time for all parts together", default=600.0)
+    each: Positive = key("time per implementation and pass", default=0.25)
+    samples: Size = key("most samples per implementation and pass", default=9)
     tune: bool = key("measure sizes of blocks on this GPU, and write the table that backends read", default=False)
     rehearse: Literal["gpu", "tpu"] | None = key(
         "go through all parts on a CPU, as a toy, and interpret the kernels for a GPU or a TPU", default=None

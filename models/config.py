@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
 from moezoo.nn.rotary import Yarn
-from moezoo.typed import MayChange, NotNegative, Positive, Range, Size, check_fields, show, to_plain, types_of
+from moezoo.typed import AtMost, Even, MayChange, NotNegative, Positive, Range, Size, check_fields, show, to_plain
 
 # The deepest transformers that were published have 1,000 layers, and released models fewer than 130. Each kind of layer
 # is planned in Python, so a number without a limit could take hours before anything is refused.
@@ -75,7 +75,7 @@ class ModelConfig(abc.ABC):
     heads: Size = 4
     expert_mlp: Size = 128
     experts: Size = 16
-    experts_per_token: Size = 4
+    experts_per_token: Annotated[Size, AtMost("experts")] = 4
     max_length: Annotated[Size, MayChange()] = 4096
     norm_eps: Positive = 1e-5
     init_std: Positive = 0.1
@@ -126,11 +126,6 @@ class ModelConfig(abc.ABC):
     def __post_init__(self):
         """Check each field alone, then those that every family has together. A family's checks follow."""
         check_fields("model", self)
-        if self.experts_per_token > self.experts:
-            raise UserError(
-                f"model.experts_per_token={self.experts_per_token} exceeds model.experts={self.experts}; "
-                f"choose at most {self.experts}"
-            )
         if self.tied_embeddings and self.unembedding_std is not None:
             raise UserError(
                 f"model.unembedding_std={self.unembedding_std} has no effect with model.tied_embeddings=true, where "
@@ -150,7 +145,7 @@ class GroupedAttentionConfig(ModelConfig):
     """
 
     kv_heads: Size = 2
-    head_dim: Size = 32
+    head_dim: Even = 32  # rotary positions turn pairs
     rope_base: Positive = 1e4
 
     @property
@@ -165,21 +160,15 @@ class GroupedAttentionConfig(ModelConfig):
                 f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
                 f"choose a multiple of {self.kv_heads}, because every key-value head serves the same number of heads"
             )
-        check_rotary(self, "head_dim")
 
 
 def differing_settings(ours: ModelConfig, whose: str, theirs: ModelConfig) -> str:
     """Return the settings in which the configuration of `whose`, such as "the model", is not that of cfg, or ""."""
     if type(ours) is not type(theirs):
         return f"{whose} has a {type(ours).__name__}, cfg.model is a {type(theirs).__name__}"
-    values = ((name, to_plain(getattr(ours, name)), to_plain(getattr(theirs, name))) for name in types_of(type(ours)))
+    names = [field.name for field in dataclasses.fields(ours)]
+    values = ((name, to_plain(getattr(ours, name)), to_plain(getattr(theirs, name))) for name in names)
     return "; ".join(f"model.{k}={show(x)} in {whose}, {show(y)} in cfg" for k, x, y in values if x != y)
-
-
-def check_rotary(config: ModelConfig, name: str) -> None:
-    """Raise `UserError` unless the setting `name`, a size that rotary positions turn in pairs, is even."""
-    if getattr(config, name) % 2:
-        raise UserError(f"model.{name}={getattr(config, name)} must be even, because rotary positions turn pairs")
 
 
 def check_layers(config: ModelConfig, name: str) -> None:

@@ -24,7 +24,7 @@ The index is not built: up to so many tokens it selects all, and longer texts ar
 """
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,12 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import Limit, ModelConfig, check_rotary, extended
+from moezoo.models.config import Limit, ModelConfig, extended
 from moezoo.models.parts import block, mixture, mlp, out_std
 from moezoo.moe.router import Choice
 from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.rotary import Pairs, QueryScale, Rotary, Yarn
-from moezoo.typed import Count, Positive, Size
+from moezoo.typed import AtMost, Count, Even, Positive, Size
 
 # DeepSeek-V3's router, with groups for the experts of the laptop size.
 _ROUTER = Choice("sigmoid", groups=4, kept_groups=2, group_score="sum_of_top2", scale=2.5, choice_bias="learned")
@@ -65,11 +65,11 @@ class DeepSeekConfig(ModelConfig):
     `moezoo.models.config.ModelConfig` describes the others.
     """
 
-    dense_layers: Count = 1
+    dense_layers: Annotated[Count, AtMost("layers", strict=True)] = 1  # others have experts
     q_lora: Size | None = 64
     kv_lora: Size = 32
     nope_dim: Size = 32
-    rope_dim: Size = 16
+    rope_dim: Even = 16
     value_dim: Size = 32
     mlp: int = 512
     shared_experts: Count = 1
@@ -88,17 +88,11 @@ class DeepSeekConfig(ModelConfig):
         super().__post_init__()
         if self.dense_layers and self.mlp < 1:
             raise UserError(f"model.mlp={self.mlp} must be greater than 0 with model.dense_layers={self.dense_layers}")
-        if self.dense_layers >= self.layers:
-            raise UserError(
-                f"model.dense_layers={self.dense_layers} leaves no layer of model.layers={self.layers} with experts; "
-                f"set it below {self.layers}"
-            )
         if self.index_topk is not None and self.q_lora is None:
             raise UserError(
                 f"model.index_topk={self.index_topk} needs model.q_lora, because the index reads the latent of "
                 "queries; set both or none"
             )
-        check_rotary(self, "rope_dim")
         self.router.check(self.experts, self.experts_per_token)
 
     @property

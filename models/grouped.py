@@ -26,7 +26,7 @@ The sigmoid routers are DeepSeek-V3's (2024, arXiv:2412.19437, section 2.1.2); t
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,12 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_layers, check_rotary, extended
+from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_layers, extended
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rotary import Pairs, Rotary, Yarn
-from moezoo.typed import Count, Size
+from moezoo.typed import AtMost, Count, Even, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class GroupedConfig(GroupedAttentionConfig):
     norm_over: NormOver = "head"
     attention_bias: Biases = "none"
     window: Window | None = None
-    rotary_dims: Size | None = None
+    rotary_dims: Annotated[Even, AtMost("head_dim")] | None = None
     rope_base: float = 1e6
     rope_pairs: Pairs = "halves"
     yarn: Yarn = dataclasses.field(default_factory=lambda: Yarn(mscale=0.0, mscale_all=0.0))
@@ -83,13 +83,6 @@ class GroupedConfig(GroupedAttentionConfig):
     def __post_init__(self):
         super().__post_init__()
         self.router.check(self.experts, self.experts_per_token)
-        if self.rotary_dims is not None:
-            check_rotary(self, "rotary_dims")
-            if self.rotary_dims > self.head_dim:
-                raise UserError(
-                    f"model.rotary_dims={self.rotary_dims} exceeds model.head_dim={self.head_dim}; "
-                    f"choose at most {self.head_dim}"
-                )
         check_layers(self, "mlp_layers")
         if "moe" not in kinds(self)[0]:
             raise UserError(

@@ -28,16 +28,26 @@ class Range(NamedTuple):
     at_most: float = math.inf
     above: float = -math.inf
     below: float = math.inf
+    multiple_of: int | None = None
 
     def holds(self, value: Any) -> bool:
         """Return whether `value` is in the range. All other values than numbers are."""
         if not isinstance(value, int | float):
             return True
-        return self.at_least <= value <= self.at_most and self.above < value < self.below
+        within = self.at_least <= value <= self.at_most and self.above < value < self.below
+        return within and (self.multiple_of is None or value % self.multiple_of == 0)
 
     def __str__(self) -> str:
         bounds = ((name.replace("_", " "), getattr(self, name)) for name in ("at_least", "above", "at_most", "below"))
-        return " and ".join(f"{name} {bound}" for name, bound in bounds if math.isfinite(bound))
+        words = [f"{name} {bound}" for name, bound in bounds if math.isfinite(bound)]
+        return " and ".join(words if self.multiple_of is None else [*words, f"a multiple of {self.multiple_of}"])
+
+
+class AtMost(NamedTuple):
+    """A note at a field: it is at most the field `other` beside it, or, if `strict`, below it. None has no limit."""
+
+    other: str
+    strict: bool = False
 
 
 class MayChange(NamedTuple):
@@ -54,6 +64,7 @@ class MayChange(NamedTuple):
 ANY_NUMBER = Range()
 Size = Annotated[int, Range(at_least=1)]
 Count = Annotated[int, Range(at_least=0)]
+Even = Annotated[int, Range(at_least=2, multiple_of=2)]
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range(at_least=0)]
 _INT32 = Range(at_most=2**31 - 1)  # devices count in int32
@@ -148,7 +159,7 @@ def check_fields(section: str, settings: Any) -> None:
     A field whose type is another class, or a union of classes, must hold an instance. Fields of types that no
     configuration can hold are left as they are. `section` is the dotted key of `settings`, empty at the top.
 
-    Raises `UserError` if a value does not fit the type or the range of its field.
+    Raises `UserError` if a value does not fit the type or the range of its field, or, by `AtMost`, another field.
     """
     kind = type(settings)
     for name, hint in types_of(kind).items():
@@ -160,6 +171,11 @@ def check_fields(section: str, settings: Any) -> None:
             expected, found = f"a value of {' or '.join(kinds)}", _describe_value(value)
             names = "; only moezoo.compose takes names" * isinstance(value, str)
             raise UserError(f"{key}={show(value)}: expected {expected}, found {found}{names}")
+    for name, (other, strict) in notes_of(kind, AtMost).items():
+        value, most = getattr(settings, name), getattr(settings, other)
+        if None not in (value, most) and (value > most or (strict and value == most)):
+            bound = "below" if strict else "at most"
+            raise UserError(f"{_join(section, name)}={value} must be {bound} {_join(section, other)}={most}")
 
 
 def is_plain(kind: Any) -> bool:
@@ -244,10 +260,8 @@ def types_of(kind: type) -> dict[str, Any]:
 
 @functools.cache
 def ranges_of(kind: type) -> dict[str, Range]:
-    """Return field name -> range of a dataclass. A range that a base class annotates holds in its subclasses."""
-    found = {each.name: each.metadata["valid"] for each in dataclasses.fields(kind) if each.metadata.get("valid")}
-    found = notes_of(kind, Range) | found
-    return {name: found.get(name, ANY_NUMBER) for name in types_of(kind)}
+    """Return field name -> range of a dataclass."""
+    return dict.fromkeys(types_of(kind), ANY_NUMBER) | notes_of(kind, Range)
 
 
 @functools.cache

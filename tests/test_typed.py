@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.typed import Checks, Count, Range, Size, check_fields, convert, put, show, to_plain
+from moezoo.typed import AtMost, Checks, Count, Even, Range, Size, check_fields, convert, put, show, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Animal:
 @dataclasses.dataclass(frozen=True)
 class Dog(Animal):
     legs: int = 4
-    ears: Count = 2
+    ears: Annotated[Count, AtMost("legs")] = 2
     weight: Annotated[float, Range(above=0)] | None = None
     names: tuple[str, ...] = ()
     friends: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -240,6 +240,8 @@ class Dog(Animal):
     cat: Cat | None = None
     home: Cat | Fish = dataclasses.field(default_factory=Cat)
     bark: Callable[[], Any] | None = None
+    toes: Even = 16
+    spots: Annotated[Count, AtMost("toes", strict=True)] | None = None
 
 
 def dog(**fields: Any) -> Dog:
@@ -250,6 +252,7 @@ def test_a_dataclass_converts_its_fields():
     """As `convert` does; what no configuration can hold is left as it is."""
     given = {"legs": np.int64(3), "weight": 2, "names": ["a"], "friends": {"b": [np.int8(1)]}, "bark": dict}
     made = dog(**given, cat=Cat(3), home=Fish())
+    assert (dog(ears=4).ears, dog(spots=15).spots) == (4, 15)
     assert made == Dog(3, weight=2.0, names=("a",), friends={"b": (1,)}, cat=Cat(3), home=Fish(), bark=dict)
     assert [type(value) for value in (made.legs, made.weight, made.friends["b"][0])] == [int, float, int]
     assert convert(Dog, {"names": ["a"], "weight": 2}, "dog") == dog(names=("a",), weight=2.0)
@@ -264,6 +267,10 @@ def test_a_dataclass_converts_its_fields():
         ({"legs": 0}, "animal.legs=0 must be at least 1"),
         ({"legs": 2**31}, "animal.legs=2147483648 must be at most 2147483647"),
         ({"ears": -1}, "animal.ears=-1 must be at least 0"),
+        ({"ears": 5}, "animal.ears=5 must be at most animal.legs=4"),
+        ({"legs": 1}, "animal.ears=2 must be at most animal.legs=1"),
+        ({"toes": 7}, "animal.toes=7 must be at least 2 and a multiple of 2"),
+        ({"spots": 16}, "animal.spots=16 must be below animal.toes=16"),
         ({"weight": math.nan}, "animal.weight=nan: expected a number|no finite number"),
         ({"weight": 0}, "animal.weight=0 must be above 0, or null"),
         ({"names": "a"}, "animal.names=a: expected a list|found text"),

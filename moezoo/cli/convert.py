@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print what will be written, and write it."""
     from moezoo.parallel.mesh import cpu_devices, has_started
     from moezoo.training.exporting import plan_export
-    from moezoo.training.validations import best_checkpoint
+    from moezoo.training.metrics import best_checkpoint
 
     keys = read(Keys, arguments)
     if not has_started():

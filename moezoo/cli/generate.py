@@ -13,7 +13,7 @@ from moezoo.cli.model_keys import ModelKeys, configure_model, load_model
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.host import read_text
-from moezoo.typed import Range, show
+from moezoo.typed import Size, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,10 @@ class Request(ModelKeys):
         "VALUE",
         default=None,
     )
-    max_new_tokens: int | None = key(
+    max_new_tokens: Size | None = key(
         "tokens to add to each text, by default 64; to a chat 512, or as many as the model allows",
         "N",
         default=None,
-        valid=Range(at_least=1),
     )
     temperature: float = key("0 takes the most likely token; above 0, seed decides what is drawn", default=0.0)
     top_k: int | None = key("draw from the N most likely tokens only", "N", default=None)
@@ -114,7 +113,7 @@ class Generator:
 
     def stream(self, text: list[int]) -> Iterator[str]:
         """Return the parts of what `write` returns for one text, which come as they are written."""
-        from moezoo.data.pieces import pieces
+        from moezoo.data.token_text import pieces
         from moezoo.generation.generate import stream
 
         if not self._request.stream:

@@ -7,13 +7,13 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from moezoo.cli.model_keys import configure_model, load_model
 from moezoo.cli.text_keys import TextKeys
 from moezoo.config.options import key
 from moezoo.errors import UserError
-from moezoo.typed import Range, counted
+from moezoo.typed import Count, Range, Size, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +26,22 @@ class EvaluateKeys(TextKeys):
         default=None,
     )
     tasks_path: str | None = key("with tasks: a folder with YAML files of tasks of your own", "FOLDER", default=None)
-    num_fewshot: int | None = key(
+    num_fewshot: Count | None = key(
         "with tasks: examples before each question, except in tasks that say 0; by default as each task says",
         "N",
         default=None,
-        valid=Range(at_least=0),
     )
-    limit: int | None = key("with tasks: ask the first N documents of each", "N", default=None, valid=Range(at_least=1))
+    limit: Size | None = key("with tasks: ask the first N documents of each", "N", default=None)
     chat: bool = key("with tasks: ask in the chat template of the folder, or of a run on data=chat", default=False)
     template: Mapping[str, Any] | None = key(
         "with chat=true: a variable of the template, such as template.enable_thinking=false; repeat it for several",
         "VALUE",
         default=None,
     )
-    max_length: int | None = key(
+    max_length: Annotated[int, Range(at_least=2)] | None = key(
         "with tasks: of longer texts the model reads the last N tokens; by default as many as it can",
         "N",
         default=None,
-        valid=Range(at_least=2),
     )
     prefix_token_id: int | None = key(
         "with tasks: the token before the first of a text; by default the one that begins, or else ends, texts",

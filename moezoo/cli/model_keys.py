@@ -88,7 +88,7 @@ def configure_model(keys: ModelKeys, changes: Sequence[str]) -> Any:
 
 def named_run(keys: ModelKeys) -> str:
     """Return the folder of the run, or that of its best checkpoint. Raises `UserError` where there is no best."""
-    from moezoo.training.validations import best_checkpoint
+    from moezoo.training.metrics import best_checkpoint
 
     run_dir = keys.run_dir or ""
     return str(best_checkpoint(run_dir, "run_dir")) if keys.checkpoint == "best" else run_dir

@@ -11,7 +11,7 @@ from typing import Literal
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import describe_keys, key, read
 from moezoo.errors import UserError
-from moezoo.typed import Range, show
+from moezoo.typed import Size, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Keys:
     roles: Mapping[str, str] | None = key(
         "with chat: a role by another name, as data.roles; repeat it for several", "user|assistant|...", default=None
     )
-    number: int = key("with chat: the number of the chat in the file", default=1, valid=Range(at_least=1))
+    number: Size = key("with chat: the number of the chat in the file", default=1)
 
     def __post_init__(self):
         if self.chat is None:

@@ -11,10 +11,9 @@ def main(overrides: Sequence[str]) -> int:
     from moezoo.config.run_folders import AUTO, find
     from moezoo.parallel import distributed
     from moezoo.training import supervisor
-    from moezoo.training.metrics import read_metrics
+    from moezoo.training.metrics import count_validations, read_metrics
     from moezoo.training.signals import Stopped
     from moezoo.training.train import train
-    from moezoo.training.validations import count_validations
 
     cfg = compose(*overrides)
     if f"resume={AUTO}" in overrides and cfg.resume not in (None, AUTO):

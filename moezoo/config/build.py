@@ -7,14 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from moezoo.config.dividing import Batches, advise, divisors, sequence_order
-from moezoo.config.memory import check_batch, check_sizes
 from moezoo.config.own import name_in
 from moezoo.config.settings import TrainConfig, check_config
+from moezoo.config.sizes import Batches, advise, check_batch, check_sizes, divisors, sequence_order
 from moezoo.errors import UserError, check_type
 from moezoo.hub.kept import Form, in_forms
-from moezoo.models import ModelConfig, family_of
-from moezoo.models.adapters import Adapter
+from moezoo.models import family_of
 from moezoo.models.base import check_tokens
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config import differing_settings
@@ -36,8 +34,8 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
     """
     family = family_of(cfg.model)  # which a notebook may have made anew
     dtype = "float32" if cfg.execution.param_dtype == "stored" else cfg.execution.param_dtype
-    forms = tuple(cfg.init_forms.items())
-    own = _blueprint(cfg.model, dtype, cfg.trained, cfg.frozen, cfg.adapter, forms, family.kinds, family.make_block)
+    plain = Blueprint(cfg.model, dtype, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
+    own = _shared(plain, tuple(cfg.init_forms.items()), family.kinds, family.make_block)
     if given is None:
         return own
     remedy = "write dataclasses.replace(blueprint_of(cfg), change=...)"
@@ -52,16 +50,7 @@ def blueprint_of(cfg: TrainConfig, given: Blueprint | None = None) -> Blueprint:
 
 
 @functools.lru_cache(maxsize=64)
-def _blueprint(
-    config: ModelConfig,
-    dtype: str,
-    trained: tuple[str, ...] | None,
-    frozen: tuple[str, ...],
-    adapter: Adapter,
-    forms: tuple[tuple[str, Form], ...],
-    *_: Any,
-) -> Blueprint:
-    plain = Blueprint(config, dtype, trained=trained, frozen=frozen, adapter=adapter)
+def _shared(plain: Blueprint, forms: tuple[tuple[str, Form], ...], *_: Any) -> Blueprint:
     if not forms:
         return plain
     constant = plain.constant_paths

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
 from moezoo.config.other_names import BEFORE, RENAMED
-from moezoo.config.overrides import CONF, MEMBERS, PACKAGE, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
+from moezoo.config.overrides import CONF, MEMBERS, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
     TAGS,
     check_class,
@@ -49,7 +49,6 @@ from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
-_DEFAULTS = "defaults"  # Hydra's list of an entry: the entries of other groups that it chooses
 
 
 def compose(*overrides: str, **keywords: Any) -> TrainConfig:
@@ -98,6 +97,7 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
     """Merge what a run starts from (defaults, `saved`, weights of a folder) with what was asked, and convert it."""
     checks = _import_own(asked)
     base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
+    base = complete(TrainConfig, base, "", checks)
     origin = None
     if (folder := asked.changes.get("init_from")) is not None:
         origin = read_origin(folder, convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks))
@@ -112,6 +112,81 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
         if cfg.execution.param_dtype == "stored":
             cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg
+
+
+def _import_own(asked: Asked) -> Checks:
+    """Return the checks; import what the user named of their own, and add the classes."""
+    own = {}
+    members = [("tracker", name) for name in names_of(asked.changes.get(MEMBERS))]
+    for key, name in [*asked.choices.items(), *members]:
+        if key in PLUGS and is_own(key, name):
+            kind = import_own(key, name)
+            own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
+    return _checks_with(own)._replace(asked=asked.changes)
+
+
+def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
+    tags = {key: (TAGS[key][0], {**classes, **TAGS[key][1]}) for key, classes in own.items()}
+    if "tracker" in tags:
+        tags[f"{MEMBERS}.*"] = tags["tracker"]
+    return _CHECKS._replace(tags={**_CHECKS.tags, **tags}) if own else _CHECKS
+
+
+def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any]:
+    """Compose `train.yaml` with the chosen groups, as plain values; leave `${...}` as it is."""
+    own = {key: name for key, name in choices.items() if is_own(key, name)}
+    names = {group: name for group, name in choices.items() if group not in own}
+    try:
+        with _hydra():
+            mapping: Any = OmegaConf.to_container(
+                hydra.compose("train", [f"{group}={name}" for group, name in names.items()]), resolve=False
+            )
+    except Exception:
+        # Every chosen entry exists, so one of the files is broken; `read_yaml` names it.
+        for group, name in {**defaults(), **names}.items():
+            read_yaml(CONF / group / f"{name}.yaml")
+        raise
+    for key, name in own.items():
+        mapping = put(mapping, key, _own_rules(name) if key == "rules" else {checks.tags[key][0]: name})
+    if "rules" in own:
+        with locating(f"rules={show(own['rules'])}"):
+            convert(Rules, _resolve(mapping)["rules"], "rules")
+    return mapping
+
+
+def _own_rules(path: str) -> dict[str, Any]:
+    """Return the rules in a user's own file, merged with the shipped ones that its `defaults` name."""
+    node = {"name": Path(path).stem, **read_yaml(path, "rules")}
+    under, known, shown = node.pop("defaults", ["_self_"]), groups()["rules"], f"rules={show(path)}"
+    if not isinstance(under, list):
+        raise UserError(f"{shown}: defaults={show(under)} must be a list such as [fsdp_ep, _self_]")
+    for name in under:
+        if name not in ("_self_", *known):
+            raise UserError(f"{shown}: defaults has {show(name)}, no such rules; {nearest(show(name), known)}")
+    under = under if "_self_" in under else [*under, "_self_"]
+    layers = [node if name == "_self_" else read_yaml(CONF / "rules" / f"{name}.yaml") for name in under]
+    try:
+        if under.count("_self_") > 1:
+            raise ValueError
+        merged: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=False)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
+    return merged
+
+
+@contextlib.contextmanager
+def _hydra() -> Iterator[None]:
+    """Give Hydra's one global state to moezoo, then restore it: a notebook or `hydra.main` may be using it."""
+    instance, version, job = GlobalHydra.instance(), VersionBase.instance(), JobRuntime.instance()
+    theirs = instance.hydra, version.version_base, job.get("name")
+    instance.hydra = None
+    try:
+        with hydra.initialize_config_module("moezoo.conf", version_base="1.3"):
+            yield
+    finally:
+        instance.hydra, version.version_base, name = theirs
+        job.set("name", name)
+        GlobalHydra.set_instance(instance)
 
 
 def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[str, Any]:
@@ -131,27 +206,73 @@ def _set(mapping: Mapping[str, Any], asked: Asked, checks: Checks) -> Mapping[st
     return mapping
 
 
+def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `mapping` with each `${...}` replaced by its value."""
+    try:
+        resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(mapping)), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key).partition("[")[0]
+        raise UserError(
+            f"{key}={show(get(mapping, key))}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
+        ) from None
+    return resolved
+
+
 def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
     """Return the configuration of a run with the groups that were chosen, and with what their entries set beside."""
     own, named = saved_own(saved), {**asked.choices, **asked.changes}
     if missing := {key: name for key, name in own.items() if key not in named}:
         raise refuse_saved(missing)
-    base = complete(TrainConfig, saved, "", checks)
-    composed = _compose_groups(asked.choices, checks) if asked.choices else {}
-    for group, name in asked.choices.items():
+    if not asked.choices:
+        return dict(saved)
+    base, composed, usual = dict(saved), _compose_groups(asked.choices, checks), _compose_groups({}, checks)
+    # An entry may choose those of other groups, and set keys of sections.
+    for group in asked.choices.keys() | {group for group in defaults() if composed[group] != usual[group]}:
         if own.get(group) not in checks.tags.get(group, ("", {}))[1]:  # the same class again keeps its options
             base = put(base, group, get(composed, group))
-        for key, value in _beside_its_group(group, name).items():
-            if key == _DEFAULTS:
-                base |= {other: composed[other] for other in _chosen_by(value) - asked.choices.keys()}
-            else:
-                base[key] = {**base[key], **value} if isinstance(value, dict) else value
+    for key, value in flatten({key: composed[key] for key in composed.keys() - defaults().keys()}).items():
+        if value != get(usual, key) and key.rpartition(".")[0] not in asked.choices:
+            base = put(base, key, value)
     return base
 
 
-def given_keys(*overrides: str) -> set[str]:
-    """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
-    return set(flatten(read(overrides).changes))
+def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
+    """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
+    family, shown = origin.model["family"], f"init_from={origin.path}"
+    named = asked.choices.get("model", family)
+    if named != family or ("model" in asked.choices and not is_own("model", family)):
+        raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
+    if (kind := checks.tags["model"][1].get(family)) is None:
+        raise refuse_saved({"model": family})
+    model = complete(kind, origin.model)
+    check_settings(kind, model, asked.changes, origin.path)
+    found: dict[str, Any] = {"model": first_settings(kind, model)}
+    rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
+    if rule is not None and "learning_rate" in base["optimizer"]:
+        adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
+        found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
+        found["checkpoint_frozen"] = adapter is NoAdapter
+    return found
+
+
+def _at(origin: Origin, asked: Asked) -> Asked:
+    """Return `asked` with the path of the weights, and their hash."""
+    given = asked.changes.get("init_sha256", origin.sha256)
+    if given != origin.sha256:
+        raise UserError(
+            f"init_sha256={show(given)} but init_from={origin.path} has {origin.sha256}; name the folder with the "
+            "former, or leave init_sha256 out"
+        )
+    return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
+
+
+def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
+    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
+    if origin.sha256 != sha256:
+        raise UserError(
+            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
+            "leave it out, or start a new run"
+        )
 
 
 def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
@@ -171,43 +292,9 @@ def read_origin(folder: Any, upcycle: Upcycle) -> Origin:
     return run_origin(path, mapping, from_saved(mapping))
 
 
-def check_same(origin: Origin, init_from: str | None, sha256: str | None) -> None:
-    """Raise `UserError` unless a run that began with `init_from` finds the weights with this hash at `origin`."""
-    if origin.sha256 != sha256:
-        raise UserError(
-            f"init_from={origin.path} but the run began with init_from={show(init_from)}, which holds something else; "
-            "leave it out, or start a new run"
-        )
-
-
-def _at(origin: Origin, asked: Asked) -> Asked:
-    """Return `asked` with the path of the weights, and their hash."""
-    given = asked.changes.get("init_sha256", origin.sha256)
-    if given != origin.sha256:
-        raise UserError(
-            f"init_sha256={show(given)} but init_from={origin.path} has {origin.sha256}; name the folder with the "
-            "former, or leave init_sha256 out"
-        )
-    return asked._replace(changes={**asked.changes, "init_from": str(origin.path), "init_sha256": origin.sha256})
-
-
-def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
-    """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
-    family, shown = origin.model["family"], f"init_from={origin.path}"
-    named = asked.choices.get("model", family)
-    if named != family or ("model" in asked.choices and not is_own("model", family)):
-        raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
-    if (kind := checks.tags["model"][1].get(family)) is None:
-        raise refuse_saved({"model": family})
-    model = complete(TrainConfig, {"model": origin.model}, "", checks)["model"]
-    check_settings(kind, model, asked.changes, origin.path)
-    found: dict[str, Any] = {"model": first_settings(kind, model)}
-    rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
-    if rule is not None and "learning_rate" in base["optimizer"]:
-        adapter = checks.tags["adapter"][1][base["adapter"]["name"]]
-        found["optimizer"] = {**base["optimizer"], "learning_rate": rule.tuning_rate * adapter.rate_factor}
-        found["checkpoint_frozen"] = adapter is NoAdapter
-    return found
+def given_keys(*overrides: str) -> set[str]:
+    """Return the keys that `overrides` set, one by one: also those inside others, such as in the file of a mixture."""
+    return set(flatten(read(overrides).changes))
 
 
 def folder_path(folder: Any, key: str) -> Path:
@@ -252,17 +339,12 @@ def read_run(folder: str | Path, key: str) -> dict[Any, Any]:
     return with_copies(with_defaults(mapping), saved.parent)
 
 
-def from_mapping(mapping: Mapping[str, Any]) -> TrainConfig:
-    """Convert `mapping` to a configuration. Raises `UserError` for unknown keys, wrong types and invalid numbers."""
-    return convert(TrainConfig, mapping, "", _CHECKS)
-
-
 def from_saved(mapping: Mapping[str, Any]) -> TrainConfig:
     """Return a saved configuration with something of moezoo's in place of what is of the user's own.
 
-    Raises as `from_mapping` does.
+    Raises `UserError` for unknown keys, wrong types and invalid numbers.
     """
-    return from_mapping(without_own(with_defaults(mapping)))
+    return convert(TrainConfig, without_own(with_defaults(mapping)), "", _CHECKS)
 
 
 def with_defaults(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,103 +375,3 @@ def as_mapping(cfg: TrainConfig) -> dict[str, Any]:
 def to_yaml(mapping: Mapping[str, Any]) -> str:
     """Return `mapping` as YAML."""
     return OmegaConf.to_yaml(dict(mapping))
-
-
-def _beside_its_group(group: str, name: str) -> dict[str, Any]:
-    """Return what an entry sets outside its group, if its file is merged into the whole configuration."""
-    path = CONF / group / f"{name}.yaml"
-    if not path.exists() or not path.read_text().startswith(PACKAGE):
-        return {}
-    return {key: value for key, value in read_yaml(path).items() if key != group}
-
-
-def _chosen_by(entries: list[Any]) -> set[str]:
-    """Return the groups that the `defaults` of an entry choose, as in `- override /dispatch: auto`."""
-    return {key.partition("/")[2] for entry in entries if isinstance(entry, dict) for key in entry}
-
-
-def _import_own(asked: Asked) -> Checks:
-    """Return the checks; import what the user named of their own, and add the classes."""
-    own = {}
-    members = [("tracker", name) for name in names_of(asked.changes.get(MEMBERS))]
-    for key, name in [*asked.choices.items(), *members]:
-        if key in PLUGS and is_own(key, name):
-            kind = import_own(key, name)
-            own.setdefault(key, {}).update({name: kind, path_of(kind): kind})
-    return _checks_with(own)._replace(asked=asked.changes)
-
-
-def _checks_with(own: Mapping[str, Mapping[str, type]]) -> Checks:
-    tags = {key: (TAGS[key][0], {**classes, **TAGS[key][1]}) for key, classes in own.items()}
-    if "tracker" in tags:
-        tags[f"{MEMBERS}.*"] = tags["tracker"]
-    return _CHECKS._replace(tags={**_CHECKS.tags, **tags}) if own else _CHECKS
-
-
-def _compose_groups(choices: Mapping[str, str], checks: Checks) -> dict[str, Any]:
-    """Compose `train.yaml` with the chosen groups and all defaults, as plain values; leave `${...}` as it is."""
-    own = {key: name for key, name in choices.items() if is_own(key, name)}
-    names = {group: name for group, name in choices.items() if group not in own}
-    try:
-        with _hydra():
-            mapping: Any = OmegaConf.to_container(
-                hydra.compose("train", [f"{group}={name}" for group, name in names.items()]), resolve=False
-            )
-    except Exception:
-        # Every chosen entry exists, so one of the files is broken; `read_yaml` names it.
-        for group, name in {**defaults(), **names}.items():
-            read_yaml(CONF / group / f"{name}.yaml")
-        raise
-    for key, name in own.items():
-        mapping = put(mapping, key, _own_rules(name) if key == "rules" else {checks.tags[key][0]: name})
-    if "rules" in own:
-        with locating(f"rules={show(own['rules'])}"):
-            convert(Rules, _resolve(mapping)["rules"], "rules")
-    return complete(TrainConfig, mapping, "", checks)
-
-
-def _own_rules(path: str) -> dict[str, Any]:
-    """Return the rules in a user's own file, merged with the shipped ones that its `defaults` name."""
-    node = {"name": Path(path).stem, **read_yaml(path, "rules")}
-    under, known, shown = node.pop(_DEFAULTS, ["_self_"]), groups()["rules"], f"rules={show(path)}"
-    if not isinstance(under, list):
-        raise UserError(f"{shown}: defaults={show(under)} must be a list such as [fsdp_ep, _self_]")
-    for name in under:
-        if name not in ("_self_", *known):
-            raise UserError(f"{shown}: defaults has {show(name)}, no such rules; {nearest(show(name), known)}")
-    under = under if "_self_" in under else [*under, "_self_"]
-    layers = [node if name == "_self_" else read_yaml(CONF / "rules" / f"{name}.yaml") for name in under]
-    try:
-        if under.count("_self_") > 1:
-            raise ValueError
-        merged: Any = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=False)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        raise UserError(f"{shown}: these files do not fit together; check their defaults and sections") from None
-    return merged
-
-
-@contextlib.contextmanager
-def _hydra() -> Iterator[None]:
-    """Give Hydra's one global state to moezoo, then restore it: a notebook or `hydra.main` may be using it."""
-    instance, version, job = GlobalHydra.instance(), VersionBase.instance(), JobRuntime.instance()
-    theirs = instance.hydra, version.version_base, job.get("name")
-    instance.hydra = None
-    try:
-        with hydra.initialize_config_module("moezoo.conf", version_base="1.3"):
-            yield
-    finally:
-        instance.hydra, version.version_base, name = theirs
-        job.set("name", name)
-        GlobalHydra.set_instance(instance)
-
-
-def _resolve(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `mapping` with each `${...}` replaced by its value."""
-    try:
-        resolved: Any = OmegaConf.to_container(OmegaConf.create(dict(mapping)), resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key).partition("[")[0]
-        raise UserError(
-            f"{key}={show(get(mapping, key))}: refers to nothing; write a value, or ${{KEY}} with a key such as seed"
-        ) from None
-    return resolved

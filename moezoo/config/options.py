@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from moezoo.config import overrides
 from moezoo.errors import UserError, nearest
-from moezoo.typed import Range, convert, put, ranges_of, show, types_of
+from moezoo.typed import convert, put, ranges_of, show, types_of
 
 _T = TypeVar("_T")
 
@@ -21,12 +21,12 @@ class Taken(NamedTuple):
     rest: list[str]
 
 
-def key(text: str, shown: str = "", *, default: Any = dataclasses.MISSING, valid: Range | None = None) -> Any:
-    """Declare an option as a field of a dataclass; without a default it is required, and `valid` are its numbers.
+def key(text: str, shown: str = "", *, default: Any = dataclasses.MISSING) -> Any:
+    """Declare an option as a field of a dataclass; without a default it is required.
 
     `--help` prints `text` as its line, and `shown`, such as FOLDER, or else the default, as its value.
     """
-    return dataclasses.field(default=default, metadata={"text": text, "shown": shown, "valid": valid})
+    return dataclasses.field(default=default, metadata={"text": text, "shown": shown})
 
 
 def describe_keys(kind: type) -> list[tuple[str, str]]:

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from moezoo.config.overrides import MEMBERS, PLUGS, is_own, own_path
-from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG, TrainConfig
+from moezoo.config.overrides import MEMBERS, PLUGS, defaults, is_own, own_path
+from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG, ExecutionSettings, TrainConfig
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
@@ -29,11 +29,8 @@ TAGS = {key: TAG.get(key, ("name", CONTEXT_PARALLEL)) for key in PLUGS}
 # What each of them derives from is what a configuration takes.
 _BASES = {**types_of(TrainConfig), "dispatch": Dispatch, "execution.context_parallel": ContextParallel}
 _KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
-# Entries of moezoo's in place of the user's own: all stand in while the rest of a saved configuration is read, and
-# messages name those that say nothing about the model and the data.
-_OTHER = {"dispatch": "gather", "optimizer": "adamw", "schedule": "cosine", "execution.context_parallel": "gather"}
-_OTHER |= {"tracker": "none"}
-_STAND_IN = {"model": "mixtral", "data": "python_stdlib", **_OTHER}
+# Entries of moezoo's in place of the user's own, while the rest of a saved configuration is read; of kernels None.
+_STAND_IN = {**defaults(), "execution.context_parallel": ExecutionSettings.context_parallel, **dict.fromkeys(_KERNELS)}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -155,7 +152,7 @@ def names_of(members: Any) -> list[str]:
 def without_own(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved configuration in which moezoo's own entries stand in for those of the user's."""
     for key in saved_own(mapping):
-        name = _STAND_IN.get(key)  # None, of a kernel: the target and the sizes decide
+        name = _STAND_IN[key]
         mapping = put(mapping, key, {TAG[key][0]: name} if key in TAG else name)
     return mapping
 
@@ -179,7 +176,7 @@ def refuse_saved(missing: Mapping[str, Any]) -> UserError:
             f"{saved} of a script or notebook: there, write {again} again; for commands, move the code to a module and "
             f"write {' '.join(words[key].replace('=__main__', '=module') for key in main)}"
         )
-    others = [f"{key}={_OTHER[key]}" for key in missing if key in _OTHER]
+    others = [f"{key}={_STAND_IN[key]}" for key in missing if key not in ("model", "data")]
     noun = PLUGS[next(iter(missing))][0]
     instead = f", or another {noun if len(words) == 1 else 'choice'} such as {' '.join(others)}" * bool(others)
     return UserError(f"{saved}, and moezoo imports your own code only where you name it: write {again} again{instead}")

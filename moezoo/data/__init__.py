@@ -9,9 +9,9 @@ from moezoo.data.corpus import Corpus as Corpus
 from moezoo.data.hf import Hf as Hf
 from moezoo.data.hf import HfChat as HfChat
 from moezoo.data.jsonl import Jsonl as Jsonl
+from moezoo.data.jsonl import Parquet as Parquet
 from moezoo.data.mixture import Mixture as Mixture
 from moezoo.data.mixture import Weighted as Weighted
-from moezoo.data.parquet import Parquet as Parquet
 from moezoo.data.python_stdlib import PythonStdlib as PythonStdlib
 from moezoo.data.rows import Batch as Batch
 from moezoo.data.source import Source as Source

@@ -1,14 +1,13 @@
 """Endless batches for training, and ordered batches for validation."""
 
-import functools
 from collections.abc import Iterator, Sequence, Sized
 
 import numpy as np
 from jaxtyping import Integer
 
-from moezoo.data.epochs import make_epochs
-from moezoo.data.rows import Batch, Rows
-from moezoo.data.source import Source, read_checked
+from moezoo.data.epochs import OneSource, make_epochs, validation_rows
+from moezoo.data.rows import Batch
+from moezoo.data.source import Source
 from moezoo.data.stream import Batches, Json
 from moezoo.errors import UserError
 
@@ -49,12 +48,13 @@ class ValidationBatches(Iterator[Batch], Sized):
     """The validation rows of a source as batches, in order; `len` is the number of batches.
 
     `all_rows` is the number of validation rows that the source has, `rows` how many of them all batches have together.
+    `numbers` [batches, batch] are those of the rows that are read, -1 for a row of padding.
     """
 
-    def __init__(self, source: Source, rows: Rows, indices: Integer[np.ndarray, "batches batch"], chosen: int):
-        self.rows, self.all_rows, self._count = chosen, len(rows), len(indices)
-        self._read = functools.partial(read_checked, source, rows)
-        self._batches, self._indices = map(self._read, indices), indices
+    def __init__(self, held_out: OneSource, numbers: Integer[np.ndarray, "batches batch"], chosen: int):
+        self.rows, self.all_rows, self._count = chosen, held_out.count(1), len(numbers)
+        self._held_out, self._numbers = held_out, numbers
+        self._batches = map(self._read, numbers)
 
     def __len__(self) -> int:
         return self._count
@@ -64,7 +64,12 @@ class ValidationBatches(Iterator[Batch], Sized):
 
     def read(self, first: int, rows: int) -> Batch:
         """Return `rows` rows from number `first` on, counted over the rows of these batches."""
-        return self._read(self._indices.reshape(-1)[first : first + rows])
+        return self._read(self._numbers.reshape(-1)[first : first + rows])
+
+    def _read(self, numbers: Integer[np.ndarray, "rows"]) -> Batch:
+        batch, real = self._held_out.read(np.maximum(numbers, 0)), numbers[:, None] >= 0
+        nothing = Batch(tokens=0, labels=-1, segments=0, positions=0)
+        return Batch(*(np.where(real, array, np.int32(none)) for array, none in zip(batch, nothing, strict=True)))
 
 
 def validation_batches(
@@ -90,12 +95,10 @@ def validation_batches(
         UserError: `batch_size` is below 1.
     """
     _check(batch_size)
-    held_out = source.rows(source.validation, seq_len)
-    indices = held_out.choose(limit)
-    # The row after the last may hold a part of the documents that fills no row; those behind it are padding alone.
-    beyond = np.full(-len(indices) % batch_size, len(held_out) + 1)
-    grouped = np.concatenate([indices, beyond]).reshape(-1, batch_size)
-    return ValidationBatches(source, held_out, grouped if rows is None else grouped[:, rows], len(indices))
+    held_out = validation_rows(source, seq_len)
+    chosen = held_out.choose(limit)
+    numbers = np.concatenate([chosen, np.full(-len(chosen) % batch_size, -1)]).reshape(-1, batch_size)
+    return ValidationBatches(held_out, numbers if rows is None else numbers[:, rows], len(chosen))
 
 
 def _check(batch_size: int) -> None:

@@ -6,22 +6,21 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from moezoo.data.cache import How, Kept, cache_folder, kept
+from moezoo.data.cache import cache_folder, kept
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
-from moezoo.data.chat_forms import columns, find_messages
-from moezoo.data.chat_records import ROLES, read_chat
-from moezoo.data.chat_refusals import Refusals
-from moezoo.data.chat_renderer import RenderError
-from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, Template, file_template, folder_template
+from moezoo.data.chat_records import ROLES, columns, find_messages, read_chat
+from moezoo.data.chat_template import CONFIG, TEMPLATE, TOKENS, RenderError, Template, file_template, folder_template
 from moezoo.data.corpus import Ids
-from moezoo.data.documents import Document, Make, describe_nul
+from moezoo.data.documents import Document, How, Make, describe_nul
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found, find_files
 from moezoo.data.held_out import Split, hold_out_chats
@@ -29,12 +28,17 @@ from moezoo.data.json_values import parse_record
 from moezoo.data.packing import Packing
 from moezoo.data.records import SUFFIXES, read_records
 from moezoo.data.source import Source
+from moezoo.data.token_files import TokenFiles
 from moezoo.data.tokenizer import HuggingFace, Tokenizer, text_tokenizer
 from moezoo.errors import UserError, locating
 from moezoo.typed import show
 
 # What a template sees as today, unless it is set: a date that changes would change the data.
 DATE = "2025-01-01"
+_NAMED = 3  # chats that are named with their reason, and reasons that are counted
+_ENOUGH = 100  # refused chats after which a run ends that ends anyway
+_MUCH = 0.1  # a larger share of the chats left out is warned of
+_DROP = "correct them, or leave them out with data.refused=drop"
 _MADE = 3  # how a chat becomes ids; another number makes older entries of the cache unused
 
 
@@ -88,32 +92,30 @@ class Chat(FileSettings):
         settings = (self.field, dict(self.roles), self.refused, self.loss_on, self.date)
         return f"chat {_MADE} {json.dumps(settings)} {digest}"
 
-    def documents(self, found: Found) -> Iterator[Document]:
-        return self._documents(found, Seen(Refusals(drop=True)))
-
-    def _documents(self, found: Found, seen: "Seen") -> Iterator[Document]:
+    def documents(self, found: Found, seen: "Seen | None" = None) -> Iterator[Document]:
         """Yield documents, and count in `seen` what they are. Raises `UserError` when it has too many refused ones."""
+        seen = seen or Seen(drop=True)
         for path in found.paths:
             yield from self._of_one_form(read_records(found._replace(paths=[path]), self._choose, chats=True), seen)
 
     def _of_one_form(self, records: Iterable[Document], seen: "Seen") -> Iterator[Document]:
-        """Yield the documents of records that all have one form, as `_documents` does."""
+        """Yield the documents of records that all have one form, as `documents` does."""
         first = None
         for record in records:
             value = parse_record(record.text, record.where)
             with locating(record.where):
-                form, _, unread = find_messages(value, self.field, self.roles)
-                if first is not None and form != first[0]:
-                    raise UserError(f"the form is {form}, but {first[0]} at {first[1]}; make two files of it")
+                chat = find_messages(value, self.field, self.roles)
+                if first is not None and chat.form != first[0]:
+                    raise UserError(f"the form is {chat.form}, but {first[0]} at {first[1]}; make two files of it")
                 turns = read_chat(value, self.field, self.roles).turns if self.loss_on == "each" else [None]
             if first is None:
-                first = form, record.where
-                seen.forms[f"{form} in {record.container}"] += 1
+                first = chat.form, record.where
+                seen.forms[f"{chat.form} in {record.container}"] += 1
             yield from (record._replace(turn=turn, name=str(seen.chats) * (turn is not None)) for turn in turns)
             seen.chats += 1
             seen.empty += not turns
-            seen.unread.update(unread)
-            seen.refusals.check()
+            seen.unread.update(chat.unread)
+            seen.check(done=False)
 
     def _choose(self, names: Sequence[str]) -> list[str]:
         """Choose the columns to read of a table: those that a chat may have."""
@@ -125,13 +127,13 @@ class Chat(FileSettings):
         decode = tokenizer.decode_special if isinstance(tokenizer, HuggingFace) else tokenizer.decode
         return dataclasses.replace(source, decode=decode, too_long=self.too_long, held_out=())
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         facts = {**super().describe(found, read), "form": read.about["form"]}
         if self.loss_on == "each":
             facts["examples"] = f"{len(read.names):,}, one for each turn of {len(set(read.names)):,} chats"
         return facts
 
-    def split(self, read: Kept) -> Split:
+    def split(self, read: TokenFiles) -> Split:
         chats = np.arange(read.corpus.documents)
         if self.loss_on == "each":  # all turns of a chat are on the same side
             chats = np.unique(np.array(read.names, np.int64), return_inverse=True)[1]
@@ -185,34 +187,23 @@ class Chat(FileSettings):
     def _how(self, vocab: int) -> How:
         return super()._how(vocab)._replace(end=None)
 
-    def _read(self, found: Found, how: How) -> Kept:
-        refusals, nul = Refusals(drop=self.refused == "drop"), Counter[str]()
-        seen = Seen(refusals)
+    def _read(self, found: Found, how: How) -> TokenFiles:
+        seen = Seen(drop=self.refused == "drop")
         with self.format() as chats:
-            make = self._maker(chats, how.dtype, refusals.add, nul)
 
             def about() -> dict[str, Any]:
-                refusals.check(seen.chats)
-                notes = [*chats.notes(), *refusals.notes(seen.chats), *seen.notes(), *describe_nul(nul)]
+                seen.check(done=True)
                 forms = (f"{form}: {number} files" if number > 1 else form for form, number in seen.forms.items())
                 facts = {"answers_end": chats.ends(), "form": ", ".join(forms)}
-                return {"notes": notes, "warnings": refusals.warnings(seen.chats), **facts}
+                return {"notes": [*chats.notes(), *seen.notes()], "warnings": seen.warnings(), **facts}
 
             nothing = f"the template {self.read_template().shown} writes nothing for these chats; give another template"
+            make = self._maker(chats, how.dtype, seen)
             how = how._replace(make=make, about=about, nothing=nothing, skips=True)
-            return kept(cache_folder(self.cache), found, self._documents(found, seen), how)
+            return kept(cache_folder(self.cache), found, self.documents(found, seen), how)
 
-    def _maker(
-        self, chats: ChatFormat, dtype: np.dtype, refuse: Callable[[str, RenderError], object], nul: Counter[str]
-    ) -> Make:
-        """Return what makes the ids and the mask of a chat.
-
-        Args:
-            chats: Renders it.
-            dtype: The dtype of the ids.
-            refuse: Is called with the place of a chat that the template refuses, which has no token then.
-            nul: Counts NUL characters by place.
-        """
+    def _maker(self, chats: ChatFormat, dtype: np.dtype, seen: "Seen") -> Make:
+        """Return what makes the ids and the mask of a chat; one that the template refuses has no token."""
 
         def make(document: Document) -> Ids:
             record = parse_record(document.text, document.where)
@@ -222,39 +213,92 @@ class Chat(FileSettings):
             try:
                 encoded = chats.encode(chat, loss_on)
             except RenderError as error:
-                refuse(document.where, error)
+                seen.refuse(document.where, error)
                 return Ids(np.zeros(0, dtype), np.zeros(0, bool))
             if count := encoded.text.count("\0"):
-                nul[document.where] += count
+                seen.nul[document.where] += count
             return Ids(encoded.ids.astype(dtype), encoded.mask)
 
         return make
 
 
-@dataclasses.dataclass
 class Seen:
-    """What was read.
+    """What was read, and the chats that a template refuses or fails for, from any number of threads.
 
-    - `refusals`: the refused chats;
+    A chat whose process has ended, perhaps for lack of memory, is left out also without `drop`.
+
     - `chats`, `empty`: the number of chats, and of those without a turn to train in an example of its own;
     - `forms`: the number of files of each form and kind;
-    - `unread`: the number of records with each key that is not read.
+    - `unread`: the number of records with each key that is not read;
+    - `nul`: the number of NUL characters by place.
     """
 
-    refusals: Refusals
-    chats: int = 0
-    empty: int = 0
-    forms: Counter[str] = dataclasses.field(default_factory=Counter)
-    unread: Counter[str] = dataclasses.field(default_factory=Counter)
+    def __init__(self, *, drop: bool, at_once: bool = False):
+        """With `at_once`, the first refused chat that is not to be left out ends the run; others are not counted."""
+        self._drop, self._at_once, self._lock = drop, at_once, threading.Lock()
+        self._refused: dict[str, str] = {}
+        self._ended: dict[str, str] = {}
+        self.chats = self.empty = 0
+        self.forms, self.unread, self.nul = Counter[str](), Counter[str](), Counter[str]()
+
+    def refuse(self, where: str, error: RenderError) -> None:
+        """Take note of a refused chat. Raises the error where it is a matter of the template alone."""
+        ended = error.fault == "ended"
+        if error.fault in ("unsafe", "syntax") or (self._at_once and not (self._drop or ended)):
+            raise error
+        if not self._at_once:
+            with self._lock:
+                (self._ended if ended else self._refused)[where] = str(error)
+
+    def check(self, *, done: bool) -> None:
+        """Raise `UserError` if chats were refused that are not to be left out, or all chats.
+
+        Before all chats are read, that waits for many refused ones.
+        """
+        refused = len(self._refused)
+        if (done and refused == self.chats > 0) or (not self._drop and refused >= (1 if done else _ENOUGH)):
+            raise UserError(f"{self._describe(done=done)}; {'correct them' if self._drop else _DROP}")
 
     def notes(self) -> list[str]:
-        """Return lines about what is not trained."""
-        lines = [f"{self.empty:,} of {self.chats:,} chats have no turn to train"] if self.empty else []
+        """Return lines about what is left out, or not trained."""
+        lines = [f"left out: {self._describe(done=True)}"] if self._refused else []
+        lines += [f"{where} is left out: {why}" for where, why in _in_order(self._ended).items()]
+        lines += [f"{self.empty:,} of {self.chats:,} chats have no turn to train"] if self.empty else []
         if self.unread:
             keys = [f"{show(key)} ({number:,})" for key, number in self.unread.most_common(8)]
             keys += [f"and {len(self.unread) - 8} others"] if len(self.unread) > 8 else []
             lines.append(f"keys of records that are not read: {', '.join(keys)}")
-        return lines
+        return [*lines, *describe_nul(self.nul)]
+
+    def warnings(self) -> list[str]:
+        """Return a line where many chats are left out."""
+        refused, chats = len(self._refused), self.chats
+        if refused <= _MUCH * chats:
+            return []
+        return [f"{refused:,} of {chats:,} chats ({refused / chats:.0%}) are left out: the template refuses them"]
+
+    def _describe(self, *, done: bool) -> str:
+        """Return the first chats with their reasons and, of several, how many there are for which reasons."""
+        with self._lock:
+            found = _in_order(self._refused)
+        first = "; ".join(f"{where}: {why}" for where, why in list(found.items())[:_NAMED])
+        of = f" of {self.chats:,}" if done else " or more"
+        if len(found) == 1:
+            return f"{first} (1{of} chats)"
+        reasons = Counter(found.values()).most_common()
+        shown = [f"{number:,} by {why}" for why, number in reasons[:_NAMED]]
+        rest = sum(number for _, number in reasons[_NAMED:])
+        shown += [f"{rest:,} for other reasons"] * bool(rest)
+        return f"{first}; in all {len(found):,}{of} chats: {', '.join(shown)}"
+
+
+def _in_order(found: Mapping[str, str]) -> dict[str, str]:
+    """Return what is said of places, in the order in which they are read: numbers in them count as such."""
+
+    def key(where: str) -> list[str | int]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", where)]
+
+    return dict(sorted(found.items(), key=lambda item: key(item[0])))
 
 
 def folder_format(folder: str) -> ChatFormat:

@@ -6,6 +6,7 @@ which the system ends the process. Requests and answers are lines of JSON, as th
 """
 
 import datetime
+import functools
 import json
 import re
 import resource
@@ -33,10 +34,6 @@ class RefusalError(Exception):
     def __init__(self, kind: str, **facts: Any):
         super().__init__(kind)
         self.answer = {"fault": kind, **facts}
-
-
-# What a template raises, by the kind of its fault.
-_FAULTS = {"unsafe": SecurityError, "memory": MemoryError, "failed": Exception}
 
 
 class _Generation(ext.Extension):
@@ -117,25 +114,26 @@ class Chats:
         environment.globals |= {"dict": lambda *items, **named: dict(*items, **named), "namespace": _Namespace}
         # They would render a chat differently in every run.
         del environment.filters["random"], environment.globals["lipsum"]
-        self._environment, self._trees = environment, dict[str, nodes.Template]()
-        self._templates = {name: self._compile(name, text) for name, text in setup["templates"].items()}
+        self._environment, self._texts = environment, setup["templates"]
+        self._templates: dict[str, jinja2.Template] = {}
 
-    def _compile(self, name: str, text: str) -> jinja2.Template:
+    def read(self) -> dict[str, tuple[bool, list[str]]]:
+        """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
+        return {name: self._read(name, text) for name, text in self._texts.items()}
+
+    def _read(self, name: str, text: str) -> tuple[bool, list[str]]:
         environment: Any = self._environment
         try:
-            self._trees[name] = tree = environment.parse(text, name, _NAME)
+            tree = environment.parse(text, name, _NAME)
             for loop in tree.find_all(nodes.For):
                 loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
             code = environment.compile(tree.set_environment(environment), name, _NAME)
-            return environment.template_class.from_code(environment, code, environment.make_globals(None))
+            made = environment.template_class.from_code(environment, code, environment.make_globals(None))
+            self._templates[name] = made
+            return tree.find(nodes.ExtensionAttribute) is not None, sorted(_find_printed(tree))
         except (jinja2.TemplateError, RecursionError, SyntaxError, OverflowError, ValueError) as error:
             line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
             raise RefusalError("syntax", line=line, text=_words(error)) from error
-
-    def describe(self) -> dict[str, Any]:
-        """Return, by template, whether it has blocks `{% generation %}`, and the variables that it takes as given."""
-        blocks = {name: tree.find(nodes.ExtensionAttribute) is not None for name, tree in self._trees.items()}
-        return {"marked": blocks, "names": {name: sorted(_find_printed(tree)) for name, tree in self._trees.items()}}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the `text` of a chat.
@@ -150,19 +148,13 @@ class Chats:
         self._environment.left = self._steps
         values = {**self._variables, **request["variables"], "messages": request["messages"]}
         parts, size = [], 0
-        try:
-            for part in template.generate(
-                documents=None, tools=request["tools"], add_generation_prompt=request["prompt"], **values
-            ):
-                size += len(part.encode())
-                if size > self._most:
-                    raise RefusalError("size")
-                parts.append(part)
-        except RefusalError:
-            raise
-        except Exception as error:  # a template can raise whatever Python raises
-            kind = next(kind for kind, errors in _FAULTS.items() if isinstance(error, errors))
-            raise RefusalError(kind, text=_words(error), line=_line(error)) from error
+        for part in template.generate(
+            documents=None, tools=request["tools"], add_generation_prompt=request["prompt"], **values
+        ):
+            size += len(part.encode())
+            if size > self._most:
+                raise RefusalError("size")
+            parts.append(part)
         # Python writes characters of plane 16 in a list or an object as escapes.
         return {"text": _REPRESENTED.sub(lambda found: chr(int(found[1], 16)), "".join(parts))}
 
@@ -189,43 +181,44 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000] if type(error).__module__ == "builtins" else str(error)[:1000]
 
 
-def _line(error: BaseException) -> int | None:
-    """Return the line of the template in which an error was raised."""
+def _fault(error: Exception) -> dict[str, Any]:
+    """Return the answer about an error, with the line of the template in which it was raised."""
+    if isinstance(error, RefusalError):
+        return error.answer
+    kind = "unsafe" if isinstance(error, SecurityError) else "failed"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _NAME]
-    return lines[-1] if lines else None
+    return {"fault": kind, "text": _words(error), "line": lines[-1] if lines else None}
 
 
 def main() -> None:
     """Answer each line of stdin by a line of stdout, until stdin ends with the process that wrote it.
 
-    The first line is the setup, and its answer what `Chats.describe` returns.
+    The first line is the setup, and its answer what `Chats.read` returns.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    chats, seconds = None, 0.0
+    setup = json.loads(sys.stdin.readline())
+    limits = {resource.RLIMIT_AS: setup["memory"], resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    for limit, most in limits.items():
+        with suppress(ValueError, OSError):  # not every system has all of them
+            resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
     try:
-        for line in iter(sys.stdin.readline, ""):
-            message = json.loads(line)
-            if chats is None:
-                seconds = message["seconds"]
-                for limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-                    with suppress(ValueError, OSError):  # not every system has all of them
-                        most = message["memory"] if limit == resource.RLIMIT_AS else 0
-                        resource.setrlimit(limit, (most, resource.getrlimit(limit)[1]))
+        chats = Chats(setup)
+        ask = chats.read
+        while True:
             # The last guard, against what is not counted. By default this signal ends the process, whatever it is
             # doing. Other work of the machine does not count.
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_PROF, setup["seconds"])
             try:
-                if chats is None:
-                    chats = Chats(message)
-                    answer = chats.describe()
-                else:
-                    answer = chats.answer(message)
-            except RefusalError as refusal:
-                answer = refusal.answer
+                answer = ask()
             except MemoryError:
                 answer = {"fault": "memory"}
+            except Exception as error:  # a template can raise whatever Python raises
+                answer = _fault(error)
             signal.setitimer(signal.ITIMER_PROF, 0)
             print(json.dumps(answer), flush=True)
+            if not (line := sys.stdin.readline()):
+                return
+            ask = functools.partial(chats.answer, json.loads(line))
     except MemoryError:  # a line is too long to be read
         print('{"fault": "memory"}', flush=True)
 

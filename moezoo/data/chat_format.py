@@ -14,11 +14,9 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from moezoo.data.chat_records import Chat, Message
-from moezoo.data.chat_renderer import RefusedError, Renderer, RenderError
-from moezoo.data.chat_template import Template, missing_tokens
+from moezoo.data.chat_template import RefusedError, Renderer, RenderError, Template, missing_tokens
 from moezoo.data.chat_turns import BLOCK, Turn, Turns, UnclearTurnError, shared
-from moezoo.data.guarded import Guarded
-from moezoo.data.tokenizer import Bytes, HuggingFace
+from moezoo.data.tokenizer import Bytes, Guarded, HuggingFace
 from moezoo.errors import UserError, nearest
 from moezoo.typed import counted, show
 
@@ -207,9 +205,7 @@ class ChatFormat:
                         return True
             return False
 
-        if given_parts:
-            return shows(as_parts=True) or not shows(as_parts=False)
-        return not shows(as_parts=False) and shows(as_parts=True)
+        return given_parts == (shows(as_parts=given_parts) or not shows(as_parts=not given_parts))
 
     def _render(self, chat: Chat, **how: Any) -> str:
         asked = {"messages": chat.messages, "tools": chat.tools, "variables": chat.variables}

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from moezoo.data.chat_records import THOUGHTS, Chat, Message, map_message
-from moezoo.data.chat_renderer import RefusedError
+from moezoo.data.chat_template import RefusedError
 from moezoo.errors import UserError
 from moezoo.typed import show
 

@@ -4,12 +4,13 @@ import collections
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moezoo.data.corpus import Ids
-from moezoo.data.tokenizer import Tokenizer, document_ids
+from moezoo.data.tokenizer import NO_TOKENS, Tokenizer, document_ids
 from moezoo.errors import locating
 from moezoo.host import processors
 
@@ -62,6 +63,30 @@ def all_of_text(tokenizer: Tokenizer, dtype: np.dtype, end: int | None = None) -
         return Ids(ids)
 
     return make
+
+
+class How(NamedTuple):
+    """How text becomes ids.
+
+    - `reader`: what documents are read from the files, and how `make` works, in words;
+    - `tokenizer`, `tokenizer_path`: what makes the ids, and its file; None for bytes;
+    - `dtype`: it holds every id;
+    - `end`: the id at the end of each document; None for none;
+    - `make`: makes the ids of a document, and its mask; None for those of all its text;
+    - `about`: returns what else is to be known of the documents that were made, as JSON: `notes`, lines for a user;
+    - `nothing`: what is wrong, and what to do, where no document has a token;
+    - `skips`: whether a document without tokens is left out.
+    """
+
+    reader: str
+    tokenizer: Tokenizer
+    tokenizer_path: Path | None
+    dtype: np.dtype
+    end: int | None = None
+    make: Make | None = None
+    about: Callable[[], Mapping[str, Any]] = dict
+    nothing: str = NO_TOKENS
+    skips: bool = False
 
 
 def describe_nul(counts: Mapping[str, int]) -> list[str]:

@@ -1,4 +1,7 @@
-"""The training rows of all epochs, numbered one after another: the order in which a run reads its data."""
+"""Rows by number: those of training, which count on from epoch to epoch, and those of validation, which are one epoch.
+
+Both are of a split of a source, whose documents are put into an order for each epoch, and then into rows.
+"""
 
 import abc
 import functools
@@ -10,13 +13,12 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from moezoo.data.base import naming
-from moezoo.data.draws import Draws
-from moezoo.data.order import reorder
+from moezoo.data.corpus import Corpus
+from moezoo.data.order import Draws, reorder
 from moezoo.data.packing import Fitted, Packed, count_kept, fit, pack
-from moezoo.data.rows import Batch, Rows
-from moezoo.data.source import Source, read_checked
+from moezoo.data.rows import Batch, Rows, Windows
+from moezoo.data.source import Source
 from moezoo.data.stream import Batches, Json, Reader, Stream, StreamBatches
-from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
 # More rows than a run can read. The length of grain's own endless repetition overflows in batches of one.
@@ -27,12 +29,20 @@ ENDLESS = 2**62
 _MUCH, _ENOUGH, _STEP = 10, 95, 128
 
 _Numbers = Integer[np.ndarray, "batch"]
+# Returns documents in the order of an epoch, from 0.
+Order = Callable[[Corpus, int], Corpus]
 
 
-class _Places(NamedTuple):
-    """Where rows are: the epoch of each, and its index there."""
+def in_order(documents: Corpus, epoch: int) -> Corpus:
+    """Return documents in their own order, which every epoch has."""
+    del epoch
+    return documents
 
-    epochs: Int64[np.ndarray, "batch"]
+
+class Located(NamedTuple):
+    """Where rows are: the epoch of each or, of a mixture, its source; and the index there."""
+
+    groups: Int64[np.ndarray, "batch"]
     indices: Int64[np.ndarray, "batch"]
 
 
@@ -74,12 +84,36 @@ class Numbered(Epochs):
     """Rows that have numbers, by which they are read. Threads may read at the same time."""
 
     @abc.abstractmethod
-    def read(self, numbers: _Numbers) -> Batch:
-        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_checked`."""
+    def locate(self, numbers: _Numbers) -> Located:
+        """Return where the rows of these numbers are."""
 
     @abc.abstractmethod
+    def rows(self, group: int) -> "Rows | Numbered":
+        """Return all rows of a group."""
+
+    @abc.abstractmethod
+    def read_rows(self, group: int, indices: Integer[np.ndarray, "some"]) -> Batch:
+        """Return rows of a group.
+
+        Raises `UserError` for ids outside the vocabulary, which a model would take for another token. Only token files
+        can hold such ids. They are too long to be searched before a run, so each batch is checked.
+        """
+
+    def read(self, numbers: _Numbers) -> Batch:
+        """Return rows by their numbers, which count on from epoch to epoch. Raises `UserError` as `read_rows`."""
+        found = self.locate(numbers)
+        places = {int(group): np.flatnonzero(found.groups == group) for group in np.unique(found.groups)}
+        batches = [self.read_rows(group, found.indices[chosen]) for group, chosen in places.items()]
+        order = np.argsort(np.concatenate(list(places.values())))
+        return Batch(*(np.concatenate(arrays)[order] for arrays in zip(*batches, strict=True)))
+
     def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
         """Return the number of tokens in each row, padding not counted, without reading any."""
+        found, sizes = self.locate(numbers), np.empty(len(numbers), np.int64)
+        for group in np.unique(found.groups):
+            chosen = found.groups == group
+            sizes[chosen] = self.rows(int(group)).sizes(found.indices[chosen])
+        return sizes
 
     @property
     @abc.abstractmethod
@@ -144,99 +178,90 @@ class _Streamed(Epochs):
         raise UserError(f"epochs={epochs}: {self._stream.shown} is a stream, whose length is not known; set steps")
 
 
-class _OneSource(Numbered):
-    """The training rows of a source that is no mixture."""
+class OneSource(Numbered):
+    """The rows of one split of a source that is no mixture, epoch after epoch.
 
-    def __init__(self, source: Source, make: Callable[[int], Rows]):
-        """`make` returns the rows of an epoch, from 0."""
-        self._source, self._lock = source, threading.Lock()
+    Args:
+        source: The data.
+        documents: Those of the split.
+        make: Returns the rows of an epoch, from 0.
+    """
+
+    def __init__(self, source: Source, documents: Corpus, make: Callable[[int], Rows]):
+        self._source, self.documents, self._lock = source, documents, threading.Lock()
         self._make = functools.lru_cache(maxsize=2)(make)  # a batch may have rows of two epochs
 
     @property
     def on_disk(self) -> bool:
-        return isinstance(self._source.train.tokens, np.memmap)
+        return isinstance(self.documents.tokens, np.memmap)
 
-    def rows(self, epoch: int) -> Rows:
+    def rows(self, group: int) -> Rows:
         """Return the rows of an epoch."""
         with self._lock:
-            return self._make(epoch)
+            return self._make(group)
 
-    @abc.abstractmethod
-    def locate(self, numbers: _Numbers) -> _Places:
-        """Return where the rows of these numbers are."""
+    def choose(self, limit: int) -> Int64[np.ndarray, "chosen"]:
+        """Return the rows of an evaluation: `limit` of the first epoch, evenly spaced, or all for 0 or a larger one."""
+        count = self.count(1)
+        chosen = min(limit, count) if limit else count
+        return np.arange(chosen, dtype=np.int64) * count // max(chosen, 1)
 
-    def read(self, numbers: _Numbers) -> Batch:
-        places = self.locate(numbers)
-
-        def part(epoch: int, chosen: np.ndarray) -> Batch:
-            return read_checked(self._source, self.rows(epoch), places.indices[chosen])
-
-        return _join(places.epochs, part)
-
-    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
-        places = self.locate(numbers)
-        sizes = np.empty(len(numbers), np.int64)
-        for epoch in np.unique(places.epochs):
-            chosen = places.epochs == epoch
-            sizes[chosen] = self.rows(int(epoch)).sizes(places.indices[chosen])
-        return sizes
-
-
-def _join(groups: np.ndarray, part: Callable[[int, np.ndarray], Batch]) -> Batch:
-    """Return a batch of which each row is of a group; `part` returns the rows `chosen` of a group."""
-    chosen = {int(group): np.flatnonzero(groups == group) for group in np.unique(groups)}
-    batches = [part(group, rows) for group, rows in chosen.items()]
-    order = np.argsort(np.concatenate(list(chosen.values())))
-    return Batch(*(np.concatenate(arrays)[order] for arrays in zip(*batches, strict=True)))
+    def read_rows(self, group: int, indices: Integer[np.ndarray, "some"]) -> Batch:
+        source, rows = self._source, self.rows(group)
+        batch = rows.read(indices)
+        # Ids too large for int32 are negative in tokens.
+        for later, ids in enumerate((batch.tokens.view(np.uint32), batch.labels)):
+            top = int(ids.max(initial=0))
+            if top >= source.vocab:
+                at = int(rows.locate(indices).ravel()[ids.argmax()]) + later
+                file = f" ({rows.stored.filename})" if isinstance(rows.stored, np.memmap) else ""
+                raise UserError(
+                    f"data={source.name}{file} holds token {top} at index {at} but its vocabulary is "
+                    f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the "
+                    ".json file next to it"
+                )
+        return batch
 
 
-class _Shuffled(_OneSource):
-    """Windows in random order."""
+class Windowed(OneSource):
+    """Windows of documents, which each epoch puts into an order; or the same ones, which are shuffled.
 
-    def __init__(self, source: Source, seq_len: int, seed: int):
-        import grain  # takes a second to import, and a configuration can be read without it
+    `shuffled` returns the window of a number.
+    """
 
-        windows = Windows(source.train, seq_len)
-        super().__init__(source, lambda epoch: windows)
-        count = len(windows)
-        # Epochs are repeated before rows are grouped, so that no remainder of an epoch is lost.
-        self._order: Any = grain.MapDataset.range(count).seed(seed).shuffle().repeat(ENDLESS // count)
-
-    def count(self, epochs: int) -> int:
-        return epochs * len(self.rows(0))
-
-    def locate(self, numbers: _Numbers) -> _Places:
-        indices = np.array([self._order[int(number)] for number in numbers], np.int64)
-        return _Places(np.zeros_like(indices), indices)
-
-
-class _Reordered(_OneSource):
-    """Windows of documents in random order."""
-
-    def __init__(self, source: Source, shards: np.ndarray, seq_len: int, seed: int):
-        self._count = len(Windows(source.train, seq_len))
-        super().__init__(source, lambda epoch: Windows(reorder(source.train, shards, seed=seed, epoch=epoch), seq_len))
+    def __init__(
+        self,
+        source: Source,
+        documents: Corpus,
+        seq_len: int,
+        order: Order = in_order,
+        shuffled: Callable[[int], int] | None = None,
+    ):
+        self._count, self._shuffled = len(Windows(documents, seq_len)), shuffled
+        super().__init__(source, documents, lambda epoch: Windows(order(documents, epoch), seq_len))
 
     def count(self, epochs: int) -> int:
         return epochs * self._count
 
-    def locate(self, numbers: _Numbers) -> _Places:
-        return _Places(*np.divmod(numbers.astype(np.int64), self._count))
+    def locate(self, numbers: _Numbers) -> Located:
+        if self._shuffled is None:
+            return Located(*np.divmod(numbers.astype(np.int64), self._count))
+        indices = np.array([self._shuffled(int(number)) for number in numbers], np.int64)
+        return Located(np.zeros_like(indices), indices)
 
 
-class PackedEpochs(_OneSource):
-    """Whole documents in random order; each epoch packs them anew. `fitted` describes them."""
+class PackedEpochs(OneSource):
+    """Whole documents in the order of each epoch, which packs them anew. `fitted` describes them."""
 
-    def __init__(self, source: Source, seq_len: int, seed: int):
-        self.fitted: Fitted = fit(source.train, seq_len, source.too_long)
+    def __init__(self, source: Source, documents: Corpus, seq_len: int, order: Order = in_order):
+        self.fitted: Fitted = fit(documents, seq_len, source.too_long)
         self._seq_len = seq_len
-        shards = np.zeros(1, np.int64) if source.shards is None else source.shards
         inputs = self.fitted.inputs
-        super().__init__(source, lambda epoch: pack(reorder(inputs, shards, seed=seed, epoch=epoch), seq_len))
+        super().__init__(source, documents, lambda epoch: pack(order(inputs, epoch), seq_len))
         self._ends = [0]  # the numbers of rows before each epoch
 
-    def rows(self, epoch: int) -> Packed:
-        found = super().rows(epoch)
+    def rows(self, group: int) -> Packed:
+        found = super().rows(group)
         assert isinstance(found, Packed)
         return found
 
@@ -254,7 +279,7 @@ class PackedEpochs(_OneSource):
         source, longer = self._source, self.fitted.too_long
         if source.too_long == "parts" or not longer:
             return []
-        kept = count_kept(source.train, source.too_long)
+        kept = count_kept(self.documents, source.too_long)
         whole = int(kept[-1])
         lost = whole - int(kept[self._seq_len])
         if 100 * lost <= _MUCH * whole:
@@ -262,7 +287,7 @@ class PackedEpochs(_OneSource):
         enough = int(np.searchsorted(kept, -(-_ENOUGH * whole // 100)))
         part, chosen = f"{lost / whole:.0%} of the {source.unit}s to predict", -(-enough // _STEP) * _STEP
         return [
-            f"{part} are lost, since {longer:,} of {source.train.documents:,} documents are longer than "
+            f"{part} are lost, since {longer:,} of {self.documents.documents:,} documents are longer than "
             f"seq_len={self._seq_len}; seq_len={chosen} keeps {_ENOUGH}%"
         ]
 
@@ -278,10 +303,10 @@ class PackedEpochs(_OneSource):
         self._ends = max(self._ends, ends, key=len)
         return ends
 
-    def locate(self, numbers: _Numbers) -> _Places:
+    def locate(self, numbers: _Numbers) -> Located:
         ends = self._pack_while(lambda ends: ends[-1] <= numbers.max(initial=0))
         epochs = np.searchsorted(ends, numbers, side="right") - 1
-        return _Places(epochs, numbers - np.array(ends, np.int64)[epochs])
+        return Located(epochs, numbers - np.array(ends, np.int64)[epochs])
 
 
 class _Mixed(Numbered):
@@ -306,22 +331,15 @@ class _Mixed(Numbered):
     def warnings(self) -> list[str]:
         return [f"{self._names[i]}: {line}" for i, epochs in self._epochs.items() for line in epochs.warnings()]
 
-    def read(self, numbers: _Numbers) -> Batch:
-        drawn = self._draws.locate(numbers)
+    def locate(self, numbers: _Numbers) -> Located:
+        return Located(*self._draws.locate(numbers))
 
-        def part(number: int, chosen: np.ndarray) -> Batch:
-            with naming(self._names[number]):
-                return self._epochs[number].read(drawn.indices[chosen])
+    def rows(self, group: int) -> Numbered:
+        return self._epochs[group]
 
-        return _join(drawn.sources, part)
-
-    def sizes(self, numbers: _Numbers) -> Int64[np.ndarray, "batch"]:
-        drawn = self._draws.locate(numbers)
-        sizes = np.empty(len(numbers), np.int64)
-        for number in np.unique(drawn.sources):
-            chosen = drawn.sources == number
-            sizes[chosen] = self._epochs[int(number)].sizes(drawn.indices[chosen])
-        return sizes
+    def read_rows(self, group: int, indices: Integer[np.ndarray, "some"]) -> Batch:
+        with naming(self._names[group]):
+            return self._epochs[group].read(indices)
 
     def count(self, epochs: int) -> int:
         raise UserError(
@@ -353,10 +371,26 @@ def make_epochs(source: Source, *, seq_len: int, seed: int) -> Epochs:
     return _make_numbered(source, seq_len, seed)
 
 
-def _make_numbered(source: Source, seq_len: int, seed: int) -> Numbered:
-    """Return the rows of a source that is neither a mixture nor a stream."""
+def validation_rows(source: Source, seq_len: int) -> OneSource:
+    """Return the validation rows of a source that is no mixture, of `seq_len` tokens: an epoch, in documents' order."""
+    kind = PackedEpochs if source.packing == "whole" else Windowed
+    return kind(source, source.validation, seq_len)
+
+
+def _make_numbered(source: Source, seq_len: int, seed: int) -> OneSource:
+    """Return the training rows of a source that is neither a mixture nor a stream."""
+    shards = np.zeros(1, np.int64) if source.shards is None else source.shards
+
+    def order(documents: Corpus, epoch: int) -> Corpus:
+        return reorder(documents, shards, seed=seed, epoch=epoch)
+
     if source.packing == "whole":
-        return PackedEpochs(source, seq_len, seed)
-    if source.shards is None:
-        return _Shuffled(source, seq_len, seed)
-    return _Reordered(source, source.shards, seq_len, seed)
+        return PackedEpochs(source, source.train, seq_len, order)
+    if source.shards is not None:
+        return Windowed(source, source.train, seq_len, order)
+    import grain  # takes a second to import, and a configuration can be read without it
+
+    count = len(Windows(source.train, seq_len))
+    # Epochs are repeated before rows are grouped, so that no remainder of an epoch is lost.
+    shuffled: Any = grain.MapDataset.range(count).seed(seed).shuffle().repeat(ENDLESS // count)
+    return Windowed(source, source.train, seq_len, shuffled=shuffled.__getitem__)

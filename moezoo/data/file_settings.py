@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moezoo.data.base import DataSettings, HeldOutSettings, naming
-from moezoo.data.cache import How, Kept, cache_folder, kept, nothing
+from moezoo.data.cache import cache_folder, kept
 from moezoo.data.corpus import dtype_for
-from moezoo.data.documents import Document
+from moezoo.data.documents import Document, How
 from moezoo.data.files import Found, find_files
 from moezoo.data.held_out import Split, hold_out, own_validation
 from moezoo.data.source import Source, make_source, require_vocab
+from moezoo.data.token_files import TokenFiles, nothing
 from moezoo.data.tokenizer import HuggingFace, Tokenizer, end_id, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import show
@@ -113,15 +114,15 @@ class FileSettings(HeldOutSettings):
             )
         return found
 
-    def split(self, read: Kept) -> Split:
+    def split(self, read: TokenFiles) -> Split:
         """Return the training and the validation documents."""
         return hold_out(read.corpus, self.held_out, hashes=read.hashes, names=read.names)
 
-    def shards(self, read: Kept) -> np.ndarray | None:
+    def shards(self, read: TokenFiles) -> np.ndarray | None:
         """Return the shards of the training order; None shuffles windows."""
         return read.shards
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         """Return facts for the summary, as title and text."""
         del found
         return {"shards": f"{len(read.shards):,}"}
@@ -147,12 +148,12 @@ class FileSettings(HeldOutSettings):
         bytes_ = f"data={self.kind} without data.tokenizer has 256 byte values"
         what = bytes_ if self.tokenizer is None else f"data.tokenizer has {tokenizer.vocab} tokens"
         require_vocab(what, tokenizer.vocab, vocab)
-        return How(self.reader, tokenizer, self.tokenizer_file(), self._end(tokenizer), dtype_for(tokenizer.vocab))
+        return How(self.reader, tokenizer, self.tokenizer_file(), dtype_for(tokenizer.vocab), self._end(tokenizer))
 
     def _end(self, tokenizer: Tokenizer) -> int | None:
         return None if self.end_token is None else end_id(tokenizer, self.end_token, key="data.end_token")
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         return kept(cache_folder(self.cache), found, self.documents(found), how)
 
 

@@ -1,7 +1,6 @@
 """Data: data sets of the Hugging Face Hub, or as its library `datasets` stores them. Only this module uses it."""
 
 import abc
-import collections
 import contextlib
 import dataclasses
 import glob
@@ -18,12 +17,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moezoo.data.cache import How, Kept
 from moezoo.data.chat import Chat, Seen
-from moezoo.data.chat_refusals import Refusals
-from moezoo.data.chat_renderer import RenderError
 from moezoo.data.corpus import concatenate
-from moezoo.data.documents import Document, Make, all_of_text
+from moezoo.data.documents import Document, How, Make, all_of_text
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found
 from moezoo.data.held_out import Split
@@ -31,6 +27,7 @@ from moezoo.data.json_values import kind, without_nulls
 from moezoo.data.packing import BUFFER
 from moezoo.data.source import Source, make_source
 from moezoo.data.stream import Chunk, Stream, read_corpus
+from moezoo.data.token_files import TokenFiles
 from moezoo.data.tokenizer import one_line
 from moezoo.errors import UserError, nearest
 from moezoo.typed import Count, counted, show
@@ -113,10 +110,10 @@ class DataSet(FileSettings):
             )
         return found
 
-    def describe(self, found: Found, read: Kept) -> dict[str, str]:
+    def describe(self, found: Found, read: TokenFiles) -> dict[str, str]:
         return {**super().describe(found, read), "split": found.part}
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         return super()._read(found, self.of_part(found, how))
 
     def of_part(self, found: Found, how: How) -> How:
@@ -382,11 +379,11 @@ class HfChat(Chat, DataSet):
     def reader(self) -> str:
         return f"hf {super().reader}"
 
-    def _read(self, found: Found, how: How) -> Kept:
+    def _read(self, found: Found, how: How) -> TokenFiles:
         return super()._read(found, self.of_part(found, how))
 
-    def _documents(self, found: Found, seen: Seen) -> Iterator[Document]:
-        return self._of_one_form(self.read_rows(found), seen)
+    def documents(self, found: Found, seen: Seen | None = None) -> Iterator[Document]:
+        return self._of_one_form(self.read_rows(found), seen or Seen(drop=True))
 
     def select(self, rows: Any, shown: str) -> Any:
         return rows.select_columns(self._choose(self.columns(rows, shown)))
@@ -398,15 +395,11 @@ class HfChat(Chat, DataSet):
             yield Document(text.encode(), f"{shown} row {place}", container="a data set")
 
     def expand(self, lines: Iterable[Document]) -> Iterator[Document]:
-        return self._of_one_form(lines, Seen(Refusals(drop=True)))
+        return self._of_one_form(lines, Seen(drop=True))
 
     def maker(self, how: How) -> Make:
-        def refuse(where: str, error: RenderError) -> None:
-            if error.fault in ("unsafe", "syntax") or (self.refused == "stop" and error.fault != "ended"):
-                raise error
-
         chats = self.format()
-        make = self._maker(chats, how.dtype, refuse, collections.Counter())
+        make = self._maker(chats, how.dtype, Seen(drop=self.refused == "drop", at_once=True))
         weakref.finalize(make, chats.close)
         return make
 

@@ -9,7 +9,7 @@ from moezoo.data.documents import Document
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.files import Found
 from moezoo.data.json_values import kind, parse_record
-from moezoo.data.records import SUFFIXES, read_records
+from moezoo.data.records import PARQUET, SUFFIXES, read_records
 from moezoo.errors import UserError, nearest
 from moezoo.typed import show
 
@@ -58,3 +58,12 @@ class Jsonl(FileSettings):
                 f"{where}: field {show(self.field)} has half of a surrogate pair at character {error.start}, "
                 "which no UTF-8 can hold; correct it"
             ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Parquet(Jsonl):
+    """Parquet files: each row is a document, the string in the column `field`. A shard is a row group."""
+
+    kind: ClassVar[str] = "parquet"
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+    only: ClassVar[str | None] = PARQUET

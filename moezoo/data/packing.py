@@ -116,8 +116,7 @@ class Packed(Rows):
         return (places - len(self.inputs)) / max(1, places)
 
     def sizes(self, indices: Integer[np.ndarray, "batch"]) -> Int64[np.ndarray, "batch"]:
-        first, end = (self.first[np.minimum(at, len(self))] for at in (indices, indices + 1))
-        return self.inputs.offsets[end] - self.inputs.offsets[first]
+        return self.inputs.offsets[self.first[indices + 1]] - self.inputs.offsets[self.first[indices]]
 
     @property
     def stored(self) -> np.ndarray:
@@ -129,14 +128,14 @@ class Packed(Rows):
 
     def _places(self, indices: Integer[np.ndarray, "batch"]) -> "_Places":
         corpus = self.inputs
-        begin = corpus.offsets[self.first[np.minimum(indices, len(self))]]
+        begin = corpus.offsets[self.first[indices]]
         index = np.minimum(begin[:, None] + np.arange(self.seq_len), len(corpus) - 1)
         document = np.searchsorted(corpus.offsets, index, side="right") - 1
         return _Places(document, index - corpus.offsets[document])
 
     def read(self, indices: Integer[np.ndarray, "batch"]) -> Batch:
         corpus = self.inputs
-        first = self.first[np.minimum(indices, len(self))][:, None]
+        first = self.first[indices][:, None]
         real = np.arange(self.seq_len) < self.sizes(indices)[:, None]
         document, position = self._places(indices)
         stored = corpus.starts[document] + position

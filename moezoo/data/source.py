@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Int32
 
 from moezoo.data.corpus import Corpus, fingerprint
 from moezoo.data.held_out import Split
-from moezoo.data.packing import Packing, TooLong, fit, pack
-from moezoo.data.rows import Batch, Rows
+from moezoo.data.packing import Packing, TooLong
+from moezoo.data.rows import Windows
 from moezoo.data.stream import Stream
-from moezoo.data.token_bytes import TokenBytes
+from moezoo.data.token_text import TokenBytes
 from moezoo.data.tokenizer import Bytes, Tokenizer
-from moezoo.data.windows import Windows
 from moezoo.errors import UserError
 
 
@@ -107,12 +106,6 @@ class Source:
                 last = ids[1 - longest :] if last is None else last
         return last
 
-    def rows(self, corpus: Corpus, seq_len: int) -> Rows:
-        """Return the rows of `seq_len` tokens that documents make in the order in which they are."""
-        if self.packing == "stream":
-            return Windows(corpus, seq_len)
-        return pack(fit(corpus, seq_len, self.too_long).inputs, seq_len)
-
     def facts(self, seq_len: int) -> dict[str, str | int | float | None]:
         """Return what is the same for the same data, as title and value; rows have `seq_len` tokens."""
         if self.weighted:
@@ -160,24 +153,3 @@ def require_vocab(what: str, needed: int, vocab: int, *, or_else: str = "") -> N
     """Raise `UserError` unless a model of `vocab` tokens can read `what`, whose ids are below `needed`."""
     if needed > vocab:
         raise UserError(f"{what} but model.vocab={vocab}; set model.vocab={needed}{or_else}")
-
-
-def read_checked(source: Source, rows: Rows, indices: Integer[np.ndarray, "batch"]) -> Batch:
-    """Return the rows `indices` of one of the splits.
-
-    Raises `UserError` for ids outside the vocabulary, which a model would take for another token. Only token files can
-    hold such ids. They are too long to be searched before a run, so each batch is checked.
-    """
-    batch = rows.read(indices)
-    # Ids too large for int32 are negative in tokens.
-    for later, ids in enumerate((batch.tokens.view(np.uint32), batch.labels)):
-        top = int(ids.max(initial=0))
-        if top >= source.vocab:
-            at = int(rows.locate(indices).ravel()[ids.argmax()]) + later
-            file = f" ({rows.stored.filename})" if isinstance(rows.stored, np.memmap) else ""
-            raise UserError(
-                f"data={source.name}{file} holds token {top} at index {at} but its vocabulary is "
-                f"{source.vocab} tokens; make the file again with moezoo prepare-data, or correct vocab in the .json "
-                "file next to it"
-            )
-    return batch

@@ -20,8 +20,7 @@ from jaxtyping import Integer
 from moezoo.data.corpus import Corpus, Ids, concatenate
 from moezoo.data.documents import Document, Make, tokenize
 from moezoo.data.packing import Packing, TooLong, fit, pack
-from moezoo.data.rows import Batch, Rows
-from moezoo.data.windows import Windows
+from moezoo.data.rows import Batch, Rows, Windows
 from moezoo.errors import UserError
 
 Json = Any

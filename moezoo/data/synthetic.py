@@ -11,9 +11,8 @@ from moezoo.data.corpus import Corpus, dtype_for
 from moezoo.data.held_out import hash_numbers, hold_out
 from moezoo.data.source import Source, make_source, require_vocab
 from moezoo.data.tokenizer import Numbers
-from moezoo.errors import UserError
 from moezoo.host import check_host
-from moezoo.typed import Range, Size
+from moezoo.typed import AtMost, Range, Size
 
 # Python draws the successors of one token after the other, and the tokens of all documents step by step: seconds.
 _MOST = 2**20
@@ -28,17 +27,9 @@ class Synthetic(HeldOutSettings):
     """
 
     vocab: Annotated[int, Range(at_least=1, at_most=_MOST)] = 256
-    successors: Size = 4
+    successors: Annotated[Size, AtMost("vocab")] = 4
     documents: Size = 2000
     document_length: Annotated[int, Range(at_least=2, at_most=_MOST)] = 1000
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.vocab < self.successors:
-            raise UserError(
-                f"data.successors={self.successors} exceeds the data.vocab={self.vocab} tokens to choose from; "
-                f"set data.successors={max(self.vocab, 1)} or less"
-            )
 
     def load(self, *, seed: int, vocab: int) -> Source:
         """Draw the chain, then the documents: first tokens uniformly, each next token from the successors.

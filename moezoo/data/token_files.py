@@ -1,10 +1,11 @@
-"""Files of token ids: how they are written, and mapped into memory.
+"""Files of token ids: how they are written, and mapped into memory. The cache of ids has the same files.
 
-    NAME.npy               uint16 or uint32 [tokens]: the ids of all documents, joined
+    NAME.npy               uint8, uint16 or uint32 [tokens]: the ids of all documents, joined
     NAME.offsets.npy       int64 [documents + 1]: the index of each document's first token, then the number of tokens
     NAME.mask.npy          optional: bool [tokens]: whether a token is predicted; absent if all are
     NAME.json              optional: vocabulary size, unit, SHA-256 of ids and mask, name of the tokenizer's file, and
-                           with a mask the number of tokens that are predicted
+                           with a mask the number of tokens that are predicted; in the cache also the index at which
+                           each shard begins, the names of documents, and notes about them
     NAME.tokenizer.json    optional: the Hugging Face tokenizer; absent if each token is a byte
 
 NumPy alone makes such files from int64 ids, here of two documents:
@@ -17,25 +18,28 @@ Without NAME.json the vocabulary size is the largest id plus 1.
 """
 
 import array
+import collections
 import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-import tokenize
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Int64, UInt64
 from numpy.lib import format as npy
 
 import moezoo.interrupts as interrupts
-from moezoo.data.corpus import Corpus, Ids
+from moezoo.data.corpus import Corpus, Ids, concatenate
+from moezoo.data.documents import Document, How, all_of_text, describe_nul, tokenize
+from moezoo.data.files import Found
 from moezoo.data.held_out import hash_contents
-from moezoo.data.tokenizer import one_line
+from moezoo.data.tokenizer import Bytes, one_line
 from moezoo.errors import UserError
 from moezoo.host import check_file, user_cache
 from moezoo.typed import show
@@ -44,6 +48,7 @@ _MAKE = "make the files again with moezoo prepare-data"
 # Hashes of files from this size on are kept. The time of a file says that it is unchanged only when it is older than
 # this: what a program writes into a mapped file can reach the disk, and its time, much later.
 _KEPT_BYTES, _SETTLED_SECONDS = 2**26, 600
+_DTYPES = ("uint8", "uint16", "uint32")
 _PREDICTED = "predicted"  # the key of NAME.json that belongs to a mask
 _OFFSETS = "the index of each document's first token, then the number of tokens, as int64 [documents + 1]"
 
@@ -62,6 +67,73 @@ def beside(path: Path) -> Beside:
     """Return the paths of the files that belong to the ids in the file `path`."""
     suffixes = (".offsets.npy", ".mask.npy", ".json", ".tokenizer.json")
     return Beside(path, *map(path.with_suffix, suffixes))
+
+
+class Read(NamedTuple):
+    """What is known of documents once they are read, besides their tokens.
+
+    - `names`: the name of each document, or none;
+    - `shards`: the index in the ids at which each shard begins;
+    - `notes`: lines about NUL characters.
+    """
+
+    names: list[str]
+    shards: list[int]
+    notes: list[str]
+
+
+def write_documents(
+    path: Path,
+    found: Found,
+    documents: Iterable[Document],
+    how: How,
+    shard: int,
+    describe: Callable[[Read], Mapping[str, Any]],
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
+    """Write the documents of files as token files, and return the contents of NAME.json.
+
+    Args:
+        path: The file of ids; the others are next to it.
+        found: The files.
+        documents: Those of the files; few of them are in memory at once.
+        how: How they become ids.
+        shard: The bytes of text in a shard; a group of documents is one too.
+        describe: Returns what NAME.json holds besides vocabulary, unit, sizes and hashes; called after the last
+            document.
+        tokenizer: A file to copy.
+
+    Raises:
+        UserError: Text cannot be read, or has no tokens.
+    """
+    names: list[str] = []
+    shards: list[int] = []
+    nul = collections.Counter[str]()
+
+    def ids() -> Iterator[Ids]:
+        tokens, size, group = 0, 0, None
+        for document, made in tokenize(documents, how.make or all_of_text(how.tokenizer, how.dtype, how.end)):
+            if not shards or size >= shard or document.group != group:
+                shards.append(tokens)
+                size, group = 0, document.group
+            size += len(document.text)
+            tokens += len(made.ids)
+            if count := document.text.count(b"\0"):
+                nul[document.where] += count
+            if how.skips and not len(made.ids):
+                continue
+            if document.name:
+                names.append(document.name)
+            yield made
+        if not shards:
+            raise UserError(f"{found.shown}: there is no document; name files that have some")
+        if not tokens:
+            how.about()  # may know why
+            raise UserError(f"{found.shown}: {how.nothing}")
+
+    base = {"vocab": how.tokenizer.vocab, "unit": "byte" if isinstance(how.tokenizer, Bytes) else "token"}
+    about = lambda: {**base, **describe(Read(names, shards, describe_nul(nul)))}  # noqa: E731
+    return write_token_files(path, ids(), how.dtype, about, tokenizer)
 
 
 def write_token_files(
@@ -149,10 +221,10 @@ def _digest(ids: str, mask: str | None) -> str:
     return ids if mask is None else hashlib.sha256(f"{ids} {mask}".encode()).hexdigest()
 
 
-def hash_ids(path: Path, corpus: Corpus, *, known: bool = True) -> str:
+def _hash_ids(path: Path, corpus: Corpus, *, is_known: bool) -> str:
     """Return the SHA-256 of the ids in the file `path` and of the mask, as NAME.json has it, from the files themselves.
 
-    With `known`, that of a large file that is unchanged since it was last read is taken from the user's cache.
+    Where `is_known`, that of a large file that is unchanged since it was last read is taken from the user's cache.
     """
 
     def digest(array: np.ndarray, path: Path) -> str:
@@ -161,7 +233,7 @@ def hash_ids(path: Path, corpus: Corpus, *, known: bool = True) -> str:
         with path.open("rb") as file:
             file.seek(array.offset)
             state = os.fstat(file.fileno())
-            entry = _kept_hash(path, state) if known and state.st_size >= _KEPT_BYTES else None
+            entry = _kept_hash(path, state) if is_known and state.st_size >= _KEPT_BYTES else None
             with contextlib.suppress(OSError):
                 if entry and len(kept := entry.read_text()) == hashlib.sha256().digest_size * 2:
                     return kept
@@ -184,7 +256,7 @@ def _kept_hash(path: Path, state: os.stat_result) -> Path | None:
 
 
 def hash_documents(corpus: Corpus, sha256: str) -> UInt64[np.ndarray, "documents"]:
-    """Return `hash_contents` of token files, of which `sha256` is what `hash_ids` returns.
+    """Return `hash_contents` of token files, of which `sha256` is that of ids and mask.
 
     Those of a large file are kept in the user's cache: a later run reads none of it.
     """
@@ -213,31 +285,67 @@ def _keep(entry: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(new, entry)
 
 
-def verify(path: Path, files: "TokenFiles") -> None:
-    """Raise `UserError` unless the ids in `path`, mask and offsets are those that were written. All are read."""
-    corpus = files.corpus
-    ids, mask = hash_ids(path, corpus, known=False), corpus.mask
-    found = {"sha256": ids, "offsets_sha256": hashlib.sha256(corpus.offsets.data).hexdigest()}
-    for name, what in (("sha256", "ids" if mask is None else "ids or its mask"), ("offsets_sha256", "offsets")):
-        if files.metadata.get(name) != found[name]:
-            raise UserError(f"its {what} are not those that were written")
-
-
 class TokenFiles(NamedTuple):
-    """What token files hold: the documents, which stay on disk, and the contents of NAME.json."""
+    """What token files hold.
+
+    - `corpus`: the documents; their ids stay on disk;
+    - `metadata`: the contents of NAME.json;
+    - `sha256`: of all ids and, with one, of the mask;
+    - `hashes`: of the content of each document, as `hash_contents` returns them.
+    """
 
     corpus: Corpus
-    metadata: dict[str, Any]
+    metadata: Mapping[str, Any]
+    sha256: str
+    hashes: UInt64[np.ndarray, "documents"]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each document, or none."""
+        return self.metadata["names"]
+
+    @property
+    def shards(self) -> Int64[np.ndarray, "shards"]:
+        """The index in the ids at which each shard begins."""
+        return np.array(self.metadata["shards"], np.int64)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What `How.about` returned, with a note of NUL characters."""
+        return self.metadata["about"]
 
 
-def read_token_files(path: Path, *, key: str, dtypes: tuple[str, ...] = ("uint16", "uint32")) -> TokenFiles:
-    """Map token files into memory; ids have one of `dtypes`. Raises `UserError`, naming `key`, if they are damaged."""
+def nothing(dtype: np.dtype) -> TokenFiles:
+    """Return what token files without documents would hold."""
+    metadata = {"names": [], "shards": [0], "about": {}}
+    return TokenFiles(concatenate([], dtype), metadata, hashlib.sha256().hexdigest(), np.zeros(0, np.uint64))
+
+
+def read_token_files(
+    path: Path,
+    *,
+    key: str,
+    check: Callable[[Mapping[str, Any]], object] | None = None,
+    is_known: bool = True,
+) -> TokenFiles:
+    """Map token files into memory.
+
+    Args:
+        path: The file of ids.
+        key: The user's name of the setting.
+        check: Called with the contents of NAME.json, which it may refuse, before large files are read for their hash.
+        is_known: Whether the hash of a large file that has not changed may be one that is kept, and the files may have
+            been edited since they were written.
+
+    Raises:
+        UserError: The files, named by `key`, are damaged.
+    """
     tokens, files = _open(path, key=key), beside(path)
     places = files.offsets
-    if str(tokens.dtype) not in dtypes or tokens.ndim != 1:
+    if str(tokens.dtype) not in _DTYPES or tokens.ndim != 1:
         raise UserError(
             f"{key}={path} has dtype {tokens.dtype} and shape {list(tokens.shape)}, "
-            f"expected {' or '.join(dtypes)} [tokens]; "
+            "expected uint8, uint16 or uint32 [tokens]; "
             f"convert it: np.save('{path.name}', ids.reshape(-1).astype(np.uint32))"
         )
     if not len(tokens):
@@ -252,7 +360,16 @@ def read_token_files(path: Path, *, key: str, dtypes: tuple[str, ...] = ("uint16
         raise UserError(f"{key}={path}{fault}; it must hold {_OFFSETS}")
     metadata = _read_metadata(files.metadata, tokens, key=f"{key}={path}")
     mask = _read_mask(files, tokens, metadata, key=key)
-    return TokenFiles(Corpus.from_tokens(tokens, offsets, mask), metadata)
+    if check is not None:
+        check(metadata)
+    corpus = Corpus.from_tokens(tokens, offsets, mask)
+    sha256 = _hash_ids(path, corpus, is_known=is_known)
+    if not is_known:
+        found = {"sha256": sha256, "offsets_sha256": hashlib.sha256(offsets.data).hexdigest()}
+        for name, what in (("sha256", "ids" if mask is None else "ids or its mask"), ("offsets_sha256", "offsets")):
+            if metadata.get(name) != found[name]:
+                raise UserError(f"its {what} are not those that were written")
+    return TokenFiles(corpus, metadata, sha256, hash_documents(corpus, sha256))
 
 
 def _read_mask(files: Beside, tokens: np.ndarray, metadata: dict[str, Any], *, key: str) -> np.ndarray | None:
@@ -292,7 +409,7 @@ def _open(path: Path, *, key: str) -> np.ndarray:
         with np.errstate(over="ignore"):  # of a damaged shape
             return npy.open_memmap(path, mode="r")
     # NumPy reads the header as Python: a damaged one raises many errors.
-    except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError, tokenize.TokenError) as error:
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError, MemoryError, TokenError) as error:
         raise UserError(f"{shown} cannot be read as a .npy array ({one_line(error)}); {_MAKE}") from error
 
 

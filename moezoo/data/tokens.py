@@ -2,22 +2,24 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moezoo.data.base import HeldOutSettings
-from moezoo.data.corpus import Ids
-from moezoo.data.documents import all_of_text, tokenize
-from moezoo.data.files import describe_skipped, find_files, read_texts
+from moezoo.data.corpus import dtype_for
+from moezoo.data.documents import How
+from moezoo.data.files import find_files
 from moezoo.data.held_out import hold_out, own_validation
 from moezoo.data.jsonl import Jsonl
 from moezoo.data.records import SUFFIXES
 from moezoo.data.source import Source, make_source, require_vocab
-from moezoo.data.token_files import TokenFiles, beside, hash_documents, hash_ids, read_token_files, write_token_files
-from moezoo.data.tokenizer import NO_TOKENS, Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
+from moezoo.data.text import describe_skipped, read_texts
+from moezoo.data.token_files import Read, TokenFiles, beside, read_token_files, write_documents
+from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers, Tokenizer, text_tokenizer
 from moezoo.errors import UserError
 from moezoo.typed import convert, show
 
@@ -45,23 +47,20 @@ class Tokens(HeldOutSettings):
                 "data.path is required for data=tokens; pass data.path=FILE.npy, made by moezoo prepare-data"
             )
         path = Path(os.path.expanduser(self.path))
-        corpus, metadata = _read(path, vocab, key="data.path")
-        needed = metadata["vocab"]
-        # Not that of NAME.json: the ids may have been edited since.
-        sha256 = hash_ids(path, corpus)
-        hashes = hash_documents(corpus, sha256)
+        read = _read(path, vocab, key="data.path")
+        needed = read.metadata["vocab"]
         if self.validation is None:
-            split = hold_out(corpus, self.held_out, hashes=hashes)
+            split = hold_out(read.corpus, self.held_out, hashes=read.hashes)
         else:
             other = Path(os.path.expanduser(self.validation))
-            validation, its_metadata = _read(other, vocab, key="data.validation")
-            if path.samefile(other):
+            if other.exists() and path.samefile(other):
                 raise UserError(f"data.validation={other} is the file data.path; give another, or leave it out")
-            needed = max(needed, its_metadata["vocab"])
-            its_hashes = hash_documents(validation, hash_ids(other, validation))
-            how = f"data.validation={other}"
-            split = own_validation(corpus, validation, how, hashes=(hashes, its_hashes))
-        return make_source("tokens", split, _tokenizer(path, metadata), vocab=needed, sha256=sha256[:16])
+            apart = _read(other, vocab, key="data.validation")
+            needed = max(needed, apart.metadata["vocab"])
+            hashes = read.hashes, apart.hashes
+            split = own_validation(read.corpus, apart.corpus, f"data.validation={other}", hashes=hashes)
+        # The hash is not that of NAME.json: the ids may have been edited since.
+        return make_source("tokens", split, _tokenizer(path, read.metadata), vocab=needed, sha256=read.sha256[:16])
 
     @property
     def has_own_validation(self) -> bool:
@@ -97,23 +96,18 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None, field: str
     found = find_files(path, key="path", suffixes=() if field is None else SUFFIXES)
     texts = read_texts(found) if field is None else Jsonl(field=field).documents(found)
     coder = text_tokenizer(tokenizer, key="tokenizer")
-    dtype = np.dtype(np.uint16 if coder.vocab <= 2**16 else np.uint32)
+    dtype = np.promote_types(np.uint16, dtype_for(coder.vocab))
     copied = None if tokenizer is None else Path(os.path.expanduser(tokenizer))
+    how = How("", coder, copied, dtype)
     names: set[str] = set()
 
-    def documents() -> Iterator[Ids]:
-        tokens = 0
-        for document, made in tokenize(texts, all_of_text(coder, dtype)):
-            names.add(document.name)
-            tokens += len(made.ids)
-            yield made
-        if not tokens:
-            raise UserError(f"{found.shown}: {NO_TOKENS}")
+    def describe(read: Read) -> dict[str, str | None]:
+        names.update(read.names)
+        return {"tokenizer": None if copied is None else copied.name}
 
     unit = "byte" if tokenizer is None else "token"
-    about = {"vocab": coder.vocab, "unit": unit, "tokenizer": None if copied is None else copied.name}
     try:
-        metadata = write_token_files(target, documents(), dtype, lambda: about, copied)
+        metadata = write_documents(target, found, texts, how, sys.maxsize, describe, copied)
     except OSError as error:
         shown = show(f"out={out}")
         raise UserError(f"{shown} cannot be written ({error.strerror}); name a file in another folder") from error
@@ -123,13 +117,14 @@ def tokenize_files(path: str, out: str, tokenizer: str | None = None, field: str
 
 
 def _read(path: Path, vocab: int, *, key: str) -> TokenFiles:
-    files = read_token_files(path, key=key)
-    needed = files.metadata["vocab"]
-    require_vocab(f"{key}={path} has a vocabulary of {needed} tokens", needed, vocab)
-    return files
+    def check(metadata: Mapping[str, Any]) -> None:
+        needed = metadata["vocab"]
+        require_vocab(f"{key}={path} has a vocabulary of {needed} tokens", needed, vocab)
+
+    return read_token_files(path, key=key, check=check)
 
 
-def _tokenizer(path: Path, metadata: dict[str, Any]) -> Tokenizer:
+def _tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
     copy = beside(path).tokenizer
     if metadata["unit"] == "byte":
         return Bytes()

@@ -3,9 +3,9 @@
 import numpy as np
 from jaxtyping import Int32
 
+from moezoo.data.epochs import Windowed, validation_rows
 from moezoo.data.rows import Batch
-from moezoo.data.source import Source, read_checked
-from moezoo.data.windows import Windows
+from moezoo.data.source import Source
 
 _LARGEST_VOCAB = 256  # the table of trigrams takes 64 MiB
 
@@ -37,9 +37,9 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
         return None
     unigrams, bigrams = np.zeros(vocab, np.int64), np.zeros((vocab, vocab), np.int64)
     trigrams = np.zeros((vocab, vocab, vocab), np.uint32)
-    windows = Windows(source.train, chunk)
-    for index in range(min(len(windows), counted // chunk)):
-        first, second, third = _trigrams(read_checked(source, windows, np.array([index])))
+    windows = Windowed(source, source.train, chunk)
+    for index in range(min(windows.count(1), counted // chunk)):
+        first, second, third = _trigrams(windows.read(np.array([index])))
         unigrams += np.bincount(third, minlength=vocab)
         bigrams += np.bincount(second * vocab + third, minlength=vocab**2).reshape(vocab, vocab)
         seen = first >= 0
@@ -51,10 +51,10 @@ def trigram_loss(source: Source, *, limit: int, seq_len: int, counted: int = 2**
     total, different = (x[..., 0] for x in _history(trigrams))
 
     nats, predicted = 0.0, 0
-    held_out = source.rows(source.validation, seq_len)
+    held_out = validation_rows(source, seq_len)
     indices = held_out.choose(limit)
-    for group in np.array_split(indices, max(1, len(indices) * seq_len // chunk)):
-        first, second, third = _trigrams(read_checked(source, held_out, group))
+    for group in np.array_split(indices, max(1, len(indices) * seq_len // chunk)) if len(indices) else ():
+        first, second, third = _trigrams(held_out.read(group))
         shorter, seen = after_one[second, third], first >= 0
         h = first[seen], second[seen]
         longer = _witten_bell(trigrams[(*h, third[seen])], total[h], different[h], shorter[seen])

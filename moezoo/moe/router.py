@@ -17,7 +17,7 @@ from moezoo.parallel.axes import Bias, Buffer, Weight
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.stored import materialise
-from moezoo.typed import MayChange, NotNegative, Positive, Size, check_fields
+from moezoo.typed import AtMost, MayChange, NotNegative, Positive, Size, check_fields
 
 
 class Routed(NamedTuple):
@@ -53,7 +53,7 @@ class Choice:
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     groups: Size = 1
-    kept_groups: Size = 1
+    kept_groups: Annotated[Size, AtMost("groups")] = 1
     group_score: Literal["max", "sum_of_top2"] = "max"
     gates: Literal["renormalised", "scores"] = "renormalised"
     scale: Positive = 1.0
@@ -63,11 +63,6 @@ class Choice:
 
     def __post_init__(self):
         check_fields("model.router", self)
-        if self.kept_groups > self.groups:
-            raise UserError(
-                f"model.router.kept_groups={self.kept_groups} exceeds model.router.groups={self.groups}; "
-                f"choose at most {self.groups}"
-            )
 
     def check(self, num_experts: int, k: int) -> None:
         """Raise `UserError` unless `k` of `num_experts` experts can be chosen with these settings."""

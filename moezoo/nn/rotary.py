@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moezoo.errors import UserError
 from moezoo.nn.positions import Context
-from moezoo.typed import NotNegative, Positive, Range, Size, check_fields
+from moezoo.typed import AtMost, NotNegative, Positive, Range, Size, check_fields
 
 # The dimensions of pair i: i and i + head_dim / 2, or 2 i and 2 i + 1.
 Pairs = Literal["halves", "interleaved"]
@@ -205,13 +204,11 @@ class Llama3(RotaryScaling):
 
     factor: Annotated[float, Range(at_least=1)] = 1.0
     length: Size = 8192
-    low: Positive = 1.0
+    low: Annotated[Positive, AtMost("high", strict=True)] = 1.0
     high: Positive = 4.0
 
     def __post_init__(self):
         check_fields("model.llama3", self)
-        if self.low >= self.high:
-            raise UserError(f"model.llama3.low={self.low} must be less than model.llama3.high={self.high}")
 
     def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return the radians per position of each of `size` / 2 pairs, computed in float64 and rounded to float32."""

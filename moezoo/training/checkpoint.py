@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), timeout_secs=self._most_seconds)
         self._finishing: threading.Thread | None = None
         self._error: Exception | None = None
+        self._has_failed = False
         self._last: int | None = None
         self._began, self.seconds = 0.0, 0.0
         if distributed.is_first():
@@ -93,6 +94,7 @@ class Checkpoints:
             if not steps(folder):  # a run was killed before its first checkpoint was complete
                 remove_folder(folder / FROZEN)
         self._has_frozen = distributed.first((folder / FROZEN).is_dir)
+        self._report_all = _leave_out_failed_writes()
 
     def save(self, step: int, trees: Mapping[str, Any], about: Mapping[str, Any], best: int | None = None) -> None:
         """Wait for the previous save, then start to save the state after `step`; a second save of it does nothing.
@@ -144,6 +146,8 @@ class Checkpoints:
             if self._handle is not None:
                 os.close(self._handle)
         self._check()
+        if not self._has_failed:  # what a failed write has left may report until the process ends
+            self._report_all()
 
     def _bounded(self) -> AbstractContextManager[None]:
         """Bound a wait for the other processes, which may be stuck or have failed in the save."""
@@ -157,7 +161,7 @@ class Checkpoints:
 
     def _check(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
+            error, self._error, self._has_failed = self._error, None, True
             raise UserError(self._describe_failure(_shorten(error))) from error
 
     def _describe_failure(self, why: str) -> str:
@@ -399,20 +403,32 @@ def _silence_orbax() -> None:
     # After a failed write, orbax closes its event loop and leaves writes that have not begun. Python warns of them when
     # they are collected, which may be at exit.
     warnings.filterwarnings("ignore", _UNAWAITED, RuntimeWarning)
-    if getattr(sys.unraisablehook, "quiet", False):
-        return
-    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in logging.Formatter().format(record))
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in logging.Formatter().format(record)
+
+
+def _leave_out_failed_writes() -> Callable[[], None]:
+    """Keep Python from reporting what a failed write leaves; return what ends that.
+
+    Threads of tensorstore still report to an event loop that orbax has closed. An event loop that could not open its
+    files is collected without them.
+    """
     before = sys.unraisablehook
 
-    def hook(raised: "sys.UnraisableHookArgs") -> None:
-        # After a failed write, threads of tensorstore still report to an event loop that orbax has closed. An event
-        # loop that could not open its files is collected without them.
+    def report(raised: "sys.UnraisableHookArgs") -> None:
         unopened = isinstance(raised.exc_value, AttributeError) and raised.object is asyncio.BaseEventLoop.__del__
         if str(raised.exc_value) != "Event loop is closed" and not unopened:
             before(raised)
 
-    hook.quiet = True  # type: ignore[attr-defined]
-    sys.unraisablehook = hook
+    def end() -> None:
+        if sys.unraisablehook is report:
+            sys.unraisablehook = before
+
+    sys.unraisablehook = report
+    return end
 
 
 def _shorten(error: Exception) -> str:

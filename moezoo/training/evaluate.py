@@ -15,7 +15,8 @@ from jaxtyping import Array
 from moezoo.config.build import blueprint_of, build_execution
 from moezoo.config.settings import TrainConfig, check_config
 from moezoo.data import Batch, Source, load, validation_batches
-from moezoo.data.token_bytes import count_bytes
+from moezoo.data.epochs import validation_rows
+from moezoo.data.token_text import count_bytes
 from moezoo.errors import UserError, check_type
 from moezoo.models.base import LanguageModel
 from moezoo.models.choice import choose_dispatch
@@ -26,8 +27,8 @@ from moezoo.parallel.collectives import psum
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh, place
 from moezoo.progress import OnBatch
+from moezoo.training.build import describe_difference
 from moezoo.training.feed import Feed
-from moezoo.training.fit import describe_difference
 from moezoo.training.loss import losses
 from moezoo.typed import convert
 
@@ -190,5 +191,5 @@ def _count_text(source: Source, cfg: TrainConfig) -> int | str:
         table = source.token_bytes()
     except UserError as reason:
         return str(reason)
-    rows = source.rows(source.validation, cfg.seq_len)
-    return count_bytes(rows, source.validation, rows.choose(cfg.data.eval_sequences), table)
+    rows = validation_rows(source, cfg.seq_len)
+    return count_bytes(rows.rows(0), source.validation, rows.choose(cfg.data.eval_sequences), table)

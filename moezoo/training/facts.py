@@ -14,7 +14,7 @@ from moezoo.hub.public_names import last_name, name_of_model
 from moezoo.models.adapters import ADAPTERS, NoAdapter
 from moezoo.parallel.mesh import AXES
 from moezoo.trackers import MetricsRow
-from moezoo.training.validations import count_validations
+from moezoo.training.metrics import count_validations
 from moezoo.typed import counted, show
 
 _SHOWN = ("learning_rate", "rank")  # options that are shown with their defaults too

@@ -24,7 +24,7 @@ from moezoo.training import report
 from moezoo.training.checkpoint import FROZEN, UNFINISHED, remove_beyond
 from moezoo.training.files import check_writable, making, marking, replace_file, replace_text, writing_to
 from moezoo.training.metrics import MetricsLog
-from moezoo.training.resume import run_settings
+from moezoo.training.saved import run_settings
 
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 # What a run writes before its first step and removes again if it does not get there.

@@ -19,8 +19,7 @@ from moezoo.data import load
 from moezoo.data.chat import DATE, Chat, folder_format
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
-from moezoo.data.chat_renderer import RefusedError
-from moezoo.data.chat_template import folder_template, special_tokens
+from moezoo.data.chat_template import RefusedError, folder_template, special_tokens
 from moezoo.data.tokenizer import Bytes, HuggingFace, folder_tokenizer, one_line
 from moezoo.errors import UserError, check_type, nearest
 from moezoo.generation.generate import stream
@@ -164,7 +163,7 @@ class LmEval:
         if add_special_tokens is None:
             prefix = self._find_prefix()
             add_special_tokens = prefix is None or not string.startswith(tokenizer.decode_special([prefix]))
-        return tokenizer.encode(string) if add_special_tokens else tokenizer.encode_places(string).ids
+        return tokenizer.encode(string) if add_special_tokens else tokenizer.encode_places(string).ids.tolist()
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return log p of each continuation of a context in nats, and whether it is the greedy one."""

@@ -33,13 +33,13 @@ from moezoo.training.evaluate import Evaluation, Evaluator
 from moezoo.training.facts import record_data
 from moezoo.training.feed import Feed
 from moezoo.training.initial import as_saved_pieces
+from moezoo.training.metrics import Validations
 from moezoo.training.profiler import Profiler, naming_operations
 from moezoo.training.progress import Progress
-from moezoo.training.resume import describe_run, loader_state
 from moezoo.training.rounding import COUNTED_STEPS, as_counts
+from moezoo.training.saved import describe_run, loader_state
 from moezoo.training.signals import Signals, Stopped
 from moezoo.training.step import CompiledStep, Metrics, State, Step, check_shardings
-from moezoo.training.validations import Validations
 from moezoo.training.waiting import Waiting
 from moezoo.typed import counted
 

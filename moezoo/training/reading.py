@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from moezoo.config.overrides import read_yaml
 from moezoo.config.run_folders import run_folder
 from moezoo.errors import UserError
-from moezoo.training.metrics import MetricsRow, read_metrics
-from moezoo.training.validations import last_step
+from moezoo.training.metrics import MetricsRow, last_step, read_metrics
 from moezoo.typed import flatten, show
 
 _FIGURES_SHARE = 1 / 10  # the training loss of a run is the mean of this share of its logged steps, the last ones

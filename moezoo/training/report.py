@@ -38,10 +38,10 @@ from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import CallName, TrafficTable
 from moezoo.remote import RunPath
 from moezoo.training.evaluate import Evaluation
+from moezoo.training.metrics import Validations
 from moezoo.training.sample import Sample
 from moezoo.training.stage_lines import stage_lines
 from moezoo.training.step import Step
-from moezoo.training.validations import Validations
 from moezoo.typed import counted, show
 
 HELD_OUT_FILE = "held_out.txt"

@@ -35,23 +35,21 @@ from moezoo.training.evaluate import Evaluation
 from moezoo.training.facts import record_data, run_facts
 from moezoo.training.files import writing_to
 from moezoo.training.folder import Opened, check_idle, check_shared, choose, list_saved, opened
-from moezoo.training.initial import restore_run
+from moezoo.training.initial import check_tokens, describe_start, restore_run
 from moezoo.training.loop import Loop
-from moezoo.training.metrics import list_damaged, read_metrics
+from moezoo.training.metrics import Validations, count_validations, list_damaged, read_metrics
 from moezoo.training.pictures import load_picture, loss_picture, routing_picture
-from moezoo.training.resume import (
+from moezoo.training.room import check_disk, check_memory
+from moezoo.training.sample import Sample, sample
+from moezoo.training.saved import (
     describe_run,
     list_changes,
     list_rate_change,
     read_batch_count,
     run_settings,
 )
-from moezoo.training.room import check_disk, check_memory
-from moezoo.training.sample import Sample, sample
 from moezoo.training.signals import Signals
-from moezoo.training.starting import check_tokens, describe_start
 from moezoo.training.step import State, Step
-from moezoo.training.validations import Validations, count_validations
 from moezoo.training.writers import OnRow, check_writers, make_writers
 from moezoo.typed import counted, flatten
 

@@ -20,7 +20,7 @@ from moezoo.config.compose import as_mapping, compose, compose_onto
 from moezoo.config.options import key, read
 from moezoo.config.overrides import defaults, groups, read_yaml
 from moezoo.errors import UserError
-from moezoo.typed import Range
+from moezoo.typed import Size
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -110,7 +110,7 @@ def test_cfg_prints_the_configuration(call, saved, tmp_path, arguments):
 
 @dataclasses.dataclass(frozen=True)
 class Sheep:
-    legs: int = key("legs of each sheep", default=4, valid=Range(at_least=1))
+    legs: Size = key("legs of each sheep", default=4)
     flock: str = key("whose sheep", "NAME", default="")
     wool: float = key("wool per sheep", default=0.5)
 

@@ -10,7 +10,7 @@ from hydra.core.utils import JobRuntime
 from hydra.version import getbase, setbase
 from refusals import refused
 
-from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto, from_saved, to_yaml
 from moezoo.config.overrides import read, read_yaml
 from moezoo.errors import UserError
 from moezoo.models import DeepSeekConfig
@@ -37,9 +37,9 @@ def test_sections_inside_a_section():
     assert cfg.model == DeepSeekConfig(router=replace(DeepSeekConfig().router, groups=2), yarn=Yarn(4.0))
     mapping = as_mapping(cfg)
     assert (mapping["model"]["router"]["groups"], mapping["model"]["yarn"]["factor"]) == (2, 4.0)
-    assert from_mapping(mapping) == compose_onto(mapping) == cfg
+    assert from_saved(mapping) == compose_onto(mapping) == cfg
     partly = {**mapping, "model": {"family": "deepseek", "router": {"groups": 2}, "yarn": {"factor": 4}}}
-    assert from_mapping(partly) == cfg
+    assert from_saved(partly) == cfg
 
 
 def test_a_value_may_refer_to_a_default():
@@ -102,7 +102,7 @@ def test_a_config_survives_being_saved(tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(as_mapping(cfg)))
     mapping = read_yaml(tmp_path / "config.yaml")
     assert mapping == as_mapping(cfg)
-    assert from_mapping(mapping) == compose_onto(mapping) == cfg
+    assert from_saved(mapping) == compose_onto(mapping) == cfg
 
 
 def test_overrides_on_top_of_a_saved_config():

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from refusals import by_table, check_line
 
-from moezoo.config.compose import as_mapping, compose, compose_onto, from_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, compose_onto, from_saved, to_yaml
 from moezoo.config.other_names import RENAMED
 from moezoo.config.overrides import read
 from moezoo.errors import UserError
@@ -157,12 +157,12 @@ def refusal(function, *arguments):
     model.experts_per_token=9 => model.experts_per_token=9 ... model.experts=8
     model=deepseek model.router.groups=3 => model.experts=16 is not divisible by model.router.groups=3
     model=deepseek model.router.kept_groups=5
-        => model.router.kept_groups=5 exceeds model.router.groups=4; choose at most 4
+        => model.router.kept_groups=5 must be at most model.router.groups=4
     model=deepseek model.router.groups=16 => model.router.group_score=sum_of_top2 needs two experts
     model=deepseek model.experts_per_token=9
         => model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2
-    model=deepseek model.experts_per_token=17 => model.experts_per_token=17 exceeds model.experts=16; choose
-    model.llama3.low=4.0 => model.llama3.low=4.0 must be less than model.llama3.high=4.0
+    model=deepseek model.experts_per_token=17 => model.experts_per_token=17 must be at most model.experts=16
+    model.llama3.low=4.0 => model.llama3.low=4.0 must be below model.llama3.high=4.0
     batch_size=0 => batch_size=0 must be at least 1
     execution.microbatches=0 => execution.microbatches=0 must be at least 1
     mesh.expert=0 => mesh.expert=0 must be at least 1
@@ -231,7 +231,7 @@ def test_an_old_key_is_refused_with_its_new_name(old, new, deepseek):
     mapping = copy.deepcopy(deepseek)
     section, name = new.removeprefix("model.").split(".")
     mapping["model"][old.removeprefix("model.")] = mapping["model"][section].pop(name)
-    assert refusal(from_mapping, mapping) == message
+    assert refusal(from_saved, mapping) == message
 
 
 def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path, deepseek):
@@ -260,5 +260,5 @@ def test_an_older_run_is_left_to_the_version_that_reads_it(tmp_path, deepseek):
 def test_refuses_a_damaged_saved_config(change, start, saved):
     mapping = copy.deepcopy(saved)
     change(mapping)
-    assert refusal(from_mapping, mapping).startswith(start)
+    assert refusal(from_saved, mapping).startswith(start)
     assert refusal(compose_onto, mapping, "mesh=ep8").startswith(start)

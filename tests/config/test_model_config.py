@@ -33,7 +33,7 @@ def test_a_family_has_every_field(kind):
     expert_mlp=0 => model.expert_mlp=0 must be at least 1
     experts=0 => model.experts=0 must be at least 1
     experts_per_token=0 => model.experts_per_token=0 must be at least 1
-    experts_per_token=17 experts=16 => model.experts_per_token=17 exceeds model.experts=16; choose
+    experts_per_token=17 experts=16 => model.experts_per_token=17 must be at most model.experts=16
     max_length=0 => model.max_length=0 must be at least 1
     norm_eps=0.0 => model.norm_eps=0.0 must be above 0
     init_std=0.0 => model.init_std=0.0 must be above 0

@@ -7,18 +7,18 @@ from typing import Any, Literal
 from refusals import by_table, refused
 
 from moezoo.config.options import describe_keys, describe_switches, key, take, take_switches
-from moezoo.typed import Range
+from moezoo.typed import Size
 
 
 @dataclasses.dataclass(frozen=True)
 class Own:
     folder: str = key("where to write", "FOLDER")
     prompt: tuple[str, ...] = ()
-    count: int = key("how many", default=4, valid=Range(at_least=1))
+    count: Size = key("how many", default=4)
     rate: float = 0.5
     top: int | None = None
     stop: Literal["eos", "length"] = "eos"
-    sizes: tuple[int, ...] = key("some sizes", default=(), valid=Range(at_least=1))
+    sizes: tuple[Size, ...] = key("some sizes", default=())
     ways: tuple[Literal["up", "down"], ...] = ("up",)
     named: Mapping[str, Any] | None = None
 

@@ -10,8 +10,7 @@ from refusals import refused
 import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
-from moezoo.training.resume import list_changes, list_rate_change
-from moezoo.training.saved import check_model
+from moezoo.training.saved import check_model, list_changes, list_rate_change
 
 GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
 LENGTH = "seq_len: 128"

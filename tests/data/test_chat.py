@@ -15,7 +15,7 @@ from chat_styles import PLAIN, QWEN, THINKING, WITH_TOOL, save_tokenizer
 from refusals import by_table, refused
 
 from moezoo.cli.prepare_data import main as prepare_data
-from moezoo.data import Chat, Source, chat_renderer, load
+from moezoo.data import Chat, Source, chat_template, load
 from moezoo.data.chat import folder_format
 from moezoo.data.chat_format import ChatFormat
 from moezoo.data.chat_records import read_chat
@@ -87,7 +87,7 @@ def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
     counted = "34, one for each turn of 30 chats" if loss_on == "each" else None
     assert source.summary.get("examples") == counted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_renderer._Child, "start", None)
+        patch.setattr(chat_template, "_Child", None)
         warm = load_chats(settings(tmp_path / "chats", folder, loss_on=loss_on))
     assert documents(warm) == expected
     assert warm.facts(SEQ) == source.facts(SEQ)
@@ -95,14 +95,14 @@ def test_documents_are_chats_with_masks(folder, tmp_path, loss_on):
 
 def test_what_a_user_should_know_of_chats(folder, tmp_path, monkeypatch):
     """A chat that ends its process is left out, and named; the run goes on. The cache keeps these notes."""
-    ask = chat_renderer._Child.ask
+    ask = chat_template._Child.ask
 
     def killed(child, message):
         if "DIE" in str(message.get("messages")) and child._process is not None:
             child._process.kill()
         return ask(child, message)
 
-    monkeypatch.setattr(chat_renderer._Child, "ask", killed)
+    monkeypatch.setattr(chat_template._Child, "ask", killed)
     asked = {"role": "user", "content": "a", "mood": "good"}
     records = [{"messages": [asked, {"role": "assistant", "content": text}]} for text in ("b", "DIE", "c", "d")]
     path = write(tmp_path / "a.jsonl", records)
@@ -114,7 +114,7 @@ def test_what_a_user_should_know_of_chats(folder, tmp_path, monkeypatch):
             "(exit code -9); correct the template or leave the chat out",
         )
         assert len(source.train) + len(source.validation) == 3 * 42
-        monkeypatch.setattr(chat_renderer._Child, "start", None)
+        monkeypatch.setattr(chat_template, "_Child", None)
 
 
 def test_nul_characters_are_counted(folder, tmp_path):
@@ -246,7 +246,7 @@ def test_chats_longer_than_a_row(folder, tmp_path, too_long):
     """
 )
 def test_refusals_name_the_line(folder, tmp_path, monkeypatch, line, message):
-    monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
+    monkeypatch.setattr(chat_template, "STEPS", 10**5)
     Path("t.jinja").write_text(
         "{% if messages[0].content == 'SLOW' %}{% for i in range(99999) %}{% for j in range(99999) %}"
         "{% endfor %}{% endfor %}{% elif messages[0].content == 'NO' %}{{ raise_exception('not this') }}\n"
@@ -290,10 +290,10 @@ def test_settings_that_are_refused(folder, tmp_path):
 def test_a_missing_library(folder, tmp_path, monkeypatch, version, have):
     def find(name: str) -> str:
         if name == "jinja2" and version is None:
-            raise chat_renderer.importlib.metadata.PackageNotFoundError
+            raise chat_template.importlib.metadata.PackageNotFoundError
         return version if name == "jinja2" else "1"
 
-    monkeypatch.setattr(chat_renderer.importlib.metadata, "version", find)
+    monkeypatch.setattr(chat_template.importlib.metadata, "version", find)
     with refused(f"{folder}/chat_template.jinja needs jinja2 3.1.6 or newer, {have}; pip install 'moezoo[chat]'"):
         settings(write(tmp_path / "a.jsonl", CHATS), folder).encode_line(1)
 

@@ -15,12 +15,11 @@ from refusals import by_table, refused
 from tokenizers import Tokenizer
 from tokenizers_of_kinds import IN_VOCABULARY, special_in_vocabulary
 
-from moezoo.data import chat_renderer, chat_turns
+from moezoo.data import chat_template, chat_turns
 from moezoo.data.chat_format import ChatFormat, EncodedChat, LossOn
 from moezoo.data.chat_records import Chat, read_chat
 from moezoo.data.chat_template import Template
-from moezoo.data.guarded import Guarded
-from moezoo.data.tokenizer import Bytes, HuggingFace
+from moezoo.data.tokenizer import Bytes, Guarded, HuggingFace
 
 DATE = "2025-02-03"
 CHAT = read_chat({"messages": PLAIN})
@@ -318,8 +317,8 @@ def test_records_that_are_refused(record, message):
     """
 )
 def test_templates_that_are_refused(monkeypatch, text, message):
-    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3 if "seconds" in message else 60)
-    monkeypatch.setattr(chat_renderer, "STEPS", 10**5)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3 if "seconds" in message else 60)
+    monkeypatch.setattr(chat_template, "STEPS", 10**5)
     with ChatFormat(template(text.replace("NEWLINE", "\n")), Bytes(), DATE) as chats, refused(message):
         chats.encode(CHAT, "assistant")
 

@@ -88,7 +88,7 @@ def _files(tokenizer_file):
     synthetic document_length=1048577 => data.document_length=1048577 must be ... at most 1048576
     synthetic vocab=1048577 => data.vocab=1048577 must be ... at most 1048576
     synthetic vocab=3
-        => data.successors=4 exceeds the data.vocab=3 tokens to choose from; set data.successors=3 or less
+        => data.successors=4 must be at most data.vocab=3
     synthetic documents=2000000000 => data.documents=2000000000 x data.document_length=1000 ... 1,892.4 GiB ... fewer
     synthetic vocab=1048576 successors=1048576 model.vocab=2000000
         => data.vocab=1048576 x data.successors=1048576 ... 8,192.0 GiB

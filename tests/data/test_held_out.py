@@ -16,7 +16,7 @@ import moezoo
 from moezoo.data import Jsonl, PythonStdlib, Synthetic, Text, Tokens, held_out, load, token_files
 from moezoo.data.corpus import Corpus, concatenate
 from moezoo.data.held_out import choose, hash_contents, hash_names, hash_numbers, hold_out, hold_out_chats
-from moezoo.training.resume import loader_state, read_batch_count
+from moezoo.training.saved import loader_state, read_batch_count
 
 Ids = tuple[int, ...]
 # Few different ones, so that most stand several times.

@@ -198,8 +198,8 @@ def test_everything_that_decides_the_ids_makes_another_entry(folder, tmp_path, t
 
 def test_one_process_makes_an_entry(folder, monkeypatch):
     """The others wait for it, and read it."""
-    made, write = [], cache.write_token_files
-    monkeypatch.setattr(cache, "write_token_files", lambda *all: made.append(all[0]) or write(*all))
+    made, write = [], cache.write_documents
+    monkeypatch.setattr(cache, "write_documents", lambda *all: made.append(all[0]) or write(*all))
     threads = [threading.Thread(target=load_jsonl, args=(folder,)) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -12,7 +12,7 @@ from chat_styles import save_tokenizer
 from refusals import refused
 
 import moezoo
-from moezoo.config.compose import as_mapping, from_mapping, with_defaults
+from moezoo.config.compose import as_mapping, from_saved, with_defaults
 from moezoo.data import (
     Chat,
     Jsonl,
@@ -22,12 +22,12 @@ from moezoo.data import (
     Text,
     Tokens,
     Weighted,
-    draws,
     load,
+    order,
     train_batches,
 )
-from moezoo.data.draws import Draws
 from moezoo.data.epochs import make_epochs
+from moezoo.data.order import Draws
 from moezoo.data.tokenizer import HuggingFace
 
 SEQ, WEIGHTS = 6, {"code": 0.5, "chain": 3.0, "packed": 1.5, "unseen": 0.0}
@@ -45,7 +45,7 @@ def draw(number: int, seed: int, block: int) -> str:
 
 def test_draws_follow_from_seed_and_number(monkeypatch):
     """Also when read in any order, in parts, and after other blocks."""
-    monkeypatch.setattr(draws, "_BLOCK", 16)
+    monkeypatch.setattr(order, "_BLOCK", 16)
     expected = [draw(number, 7, 16) for number in range(100)]
     indices = [expected[:number].count(name) for number, name in enumerate(expected)]
     for numbers in (np.arange(100), np.arange(99, -1, -7), np.array([64, 3]), np.array([31, 32])):
@@ -99,7 +99,7 @@ def test_rows_are_the_next_ones_of_their_sources(sources):
         for name, each in sources.items()
         if each.weight
     }
-    names = [draw(number, 3, draws._BLOCK) for number in range(60 * 5)]
+    names = [draw(number, 3, order._BLOCK) for number in range(60 * 5)]
     expected = np.concatenate([np.stack(next(alone[name])) for name in names], axis=1)
     found = read(mixture, 60)
     np.testing.assert_array_equal(found.transpose(1, 0, 2, 3).reshape(4, -1, SEQ), expected)
@@ -217,7 +217,7 @@ def test_configurations():
     with refused("data.sources=none.yaml does not exist"):
         moezoo.compose("data=mixture", "data.sources=none.yaml")
     mapping = as_mapping(cfg)
-    assert from_mapping(mapping) == cfg
+    assert from_saved(mapping) == cfg
     assert with_defaults(mapping) == mapping
     older = json.loads(json.dumps(mapping))
     del older["data"]["sources"]["code"]["packing"], older["data"]["sources"]["lib"]["weight"]

@@ -53,7 +53,7 @@ def test_rows_against_naive_packing(lengths, seq_len, buffer):
     found = as_lists(rows)
     assert found == naive.pack(documents, seq_len, buffer)
     assert fitted[1:] == (sum(n > seq_len + 1 for n in lengths), sum(n < 2 for n in lengths))
-    assert rows.sizes(np.arange(len(rows) + 2)).tolist() == [sum(s > 0 for s in row[2]) for row in found] + [0, 0]
+    assert rows.sizes(np.arange(len(rows))).tolist() == [sum(s > 0 for s in row[2]) for row in found]
     # Every token except the first of each document is predicted once, from the token before it.
     predicted = [(a, b) for row in found for a, b in zip(row[0], row[1], strict=True) if b >= 0]
     assert sorted(predicted) == [(a, a + 1) for document in documents for a in document[:-1]]
@@ -126,10 +126,11 @@ def test_a_warning_names_the_length_that_keeps_enough(lengths, seq_len, period, 
     assert line.endswith(f"longer than seq_len={seq_len}; seq_len={enough} keeps 95%")
 
 
-def test_beyond_the_last_row_is_padding():
-    rows = pack(fit(corpus_of(documents_of([3, 5])), 4, "parts").inputs, 4)
-    last = [array[1].tolist() for array in rows.read(np.array([0, 7, 1]))]
-    assert last == [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]
+def test_validation_in_order_with_padding():
+    source = source_of(corpus_of(documents_of([3, 5])), "parts")
+    rows = as_lists(pack(fit(source.validation, 4, "parts").inputs, 4))
+    (batch,) = validation_batches(source, seq_len=4, batch_size=3, limit=0)
+    assert np.stack(batch).transpose(1, 0, 2).tolist() == [*rows, [[0] * 4, [-1] * 4, [0] * 4, [0] * 4]]
 
 
 @pytest.fixture

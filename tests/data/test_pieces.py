@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers_of_kinds import KINDS, TEXT
 
-from moezoo.data.pieces import find_unsettled, pieces
+from moezoo.data.token_text import find_unsettled, pieces
 from moezoo.data.tokenizer import Bytes, Numbers
 
 

@@ -10,8 +10,9 @@ import pytest
 from refusals import refused
 
 from moezoo.data import Jsonl, PythonStdlib, Source, Text, load, train_batches
-from moezoo.data import files as files_module
-from moezoo.data.files import find_files, read_texts
+from moezoo.data import text as text_module
+from moezoo.data.files import find_files
+from moezoo.data.text import read_texts
 from moezoo.errors import UserError
 
 
@@ -129,7 +130,7 @@ def test_a_name_with_a_line_end(tmp_path):
 
 def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
     """It is cut after line ends, or between characters; nothing is lost, and it is on one side of the split."""
-    monkeypatch.setattr(files_module, "MOST_TEXT", 8)
+    monkeypatch.setattr(text_module, "MOST_TEXT", 8)
     text = "ab\ncdef\nghijklmöpqrs\ntuvwxy€z".encode()
     (tmp_path / "long.txt").write_bytes(text)
     parts = [document.text for document in read_texts(find_files(str(tmp_path), key="data.path"))]
@@ -145,7 +146,7 @@ def test_the_mark_of_utf8_is_no_text(tmp_path, monkeypatch):
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + b"abc" + mark)
     (tmp_path / "b.txt").write_bytes(mark + b"abc\ndef\nghi")
-    monkeypatch.setattr(files_module, "MOST_TEXT", 9)
+    monkeypatch.setattr(text_module, "MOST_TEXT", 9)
     parts = [document.text for document in read_texts(find_files(str(tmp_path), key="data.path"))]
     assert parts == [b"abc" + mark, b"abc\ndef\n", b"ghi"]
     (tmp_path / "a.txt").write_bytes(mark)

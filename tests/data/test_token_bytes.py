@@ -10,9 +10,9 @@ from tokenizers_of_kinds import KINDS, TEXT, with_start
 
 from moezoo.data.corpus import concatenate
 from moezoo.data.packing import fit, pack
-from moezoo.data.token_bytes import count_bytes, measure_tokens
+from moezoo.data.rows import Windows
+from moezoo.data.token_text import count_bytes, measure_tokens
 from moezoo.data.tokenizer import Bytes, HuggingFace, Numbers
-from moezoo.data.windows import Windows
 
 SEQ = 5
 TEXTS = [TEXT[:90], "Bär", "", "😀😀 <think>x</think>", " two  spaces", TEXT[20:200]]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from moezoo.data import Tokens, load, token_files, tokenize_files, train_batches
+from moezoo.data import Jsonl, Tokens, load, token_files, tokenize_files, train_batches
 from moezoo.errors import UserError
 from moezoo.typed import show
 
@@ -198,10 +198,13 @@ def change_metadata(**changes):
         (lambda path: path.write_text("hello, this is text"), "{0} cannot be read as a .npy array (the magic"),
         (lambda path: path.write_text(""), "{0} is an empty file; give a .npy file of token ids"),
         (truncate, "{0} cannot be read as a .npy array (mmap length is greater than file size); make the"),
-        (save(np.zeros(9)), "{0} has dtype float64 and shape [9], expected uint16 or uint32 [tokens]; convert it"),
+        (
+            save(np.zeros(9)),
+            "{0} has dtype float64 and shape [9], expected uint8, uint16 or uint32 [tokens]; convert it",
+        ),
         (
             save(np.arange(9)),
-            "{0} has dtype int64 and shape [9], expected uint16 or uint32 [tokens]; convert it: np.save('",
+            "{0} has dtype int64 and shape [9], expected uint8, uint16 or uint32 [tokens]; convert it: np.save('",
         ),
         (save(np.zeros(0, np.uint16)), "{0} holds no tokens"),
         (replace_by_pipe, "{0} is a pipe, not a file; give a .npy file of token ids"),
@@ -209,8 +212,8 @@ def change_metadata(**changes):
         (change_header(b"(420,), }", b"(420,"), "{0} cannot be read as a .npy array ("),
         (change_header(b"(420,), }", b"(42**9,),"), "{0} cannot be read as a .npy array ("),
         (change_header(b"(420,), }", b"(%d,)}" % 10**25), "{0} cannot be read as a .npy array ("),
-        (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3], expected uint16 or "),
-        (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9], expected uint16 or uint32"),
+        (save(np.zeros((3, 3), np.uint16)), "{0} has dtype uint16 and shape [3, 3], expected uint8, uint1"),
+        (save(np.zeros(9, ">u2")), "{0} has dtype >u2 and shape [9], expected uint8, uint16 or uint32"),
         (
             lambda p: p.with_suffix(".offsets.npy").unlink(),
             "{0} needs out.offsets.npy next to it: the index of each document's first token",
@@ -308,6 +311,19 @@ def test_files_are_complete_or_absent(texts, tmp_path, monkeypatch):
         tokenize_files("none", str(tmp_path / "out.npy"))
     with pytest.raises(UserError, match=r"^tokenizer=none does not exist; "):
         tokenize_files(str(texts), str(tmp_path / "out.npy"), "none")
+
+
+def test_an_entry_of_the_cache_is_token_files(tmp_path):
+    """Of bytes, whose ids have eight bits there; both ways of reading it give the same data."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(60)))
+    made = load(
+        Jsonl(path=str(tmp_path / "a.jsonl"), cache=str(tmp_path / "cache"), held_out=0.3), seq_len=4, seed=0, vocab=256
+    )
+    (entry,) = (tmp_path / "cache").iterdir()
+    read = load_tokens(entry / "tokens.npy", held_out=0.3)
+    assert read.train.tokens.dtype == np.uint8
+    assert read.facts(4) == made.facts(4)
+    assert read.unit == "byte"
 
 
 def test_a_vocabulary_beyond_sixteen_bits(tmp_path):

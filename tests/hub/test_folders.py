@@ -257,7 +257,7 @@ def refuse(folder, line):
     {"vocab_size": 24.5} => config.json: vocab_size=24.5: expected a whole number
     {"num_hidden_layers": 3} => tensors are missing: model.layers.2.
     {"num_hidden_layers": 1}
-        => tensors are not in the model|first_k_dense_replace=1 leaves no layer of num_hidden_layers=1
+        => tensors are not in the model|first_k_dense_replace=1 must be below num_hidden_layers=1
     {"tie_word_embeddings": true}
         => tie_word_embeddings=true, but model\.embed_tokens\.weight and lm_head\.weight differ; write false
     {"hidden_act": "gelu"} => hidden_act=gelu: this family supports only silu

@@ -29,9 +29,8 @@ from moezoo.nn.few_bits import FewBits
 from moezoo.parallel.axes import is_stored
 from moezoo.tools.sharding.describe import describe
 from moezoo.training.exporting import plan_export
-from moezoo.training.initial import as_saved_pieces, load_initial
-from moezoo.training.resume import list_changes
-from moezoo.training.starting import describe_start
+from moezoo.training.initial import as_saved_pieces, describe_start, load_initial
+from moezoo.training.saved import list_changes
 
 WORDS = {"<unk>": 0, "one": 1, "two": 2, "three": 3, "</s>": 7}
 RUN = ("seq_len=16", "batch_size=4", "eval_every=0", "checkpoint_minutes=0", "log_every=1")

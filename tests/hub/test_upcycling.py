@@ -132,10 +132,10 @@ REFUSED = {
     "llama rope_scaling": ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
     "llama rope_parameters": (
         LLAMA3 | {"high_freq_factor": 0.5},
-        "low_freq_factor=1.0 must be less than high_freq_factor=0.5",
+        "low_freq_factor=1.0 must be below high_freq_factor=0.5",
     ),
     "qwen3 rope_scaling": ({"rope_type": "dynamic", "factor": 8.0}, "rope_type=dynamic: this family supports only"),
-    "mistral head_dim": (7, "head_dim=7 must be even"),
+    "mistral head_dim": (7, "head_dim=7 must be at least 2 and a multiple of 2"),
     "qwen3 num_hidden_layers": (3, "15 tensors are missing: model.layers.2"),
     "llama intermediate_size": (20, "shape [24, 16], expected [20, 16] by config.json"),
 }

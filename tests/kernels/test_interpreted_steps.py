@@ -13,11 +13,13 @@ import moezoo
 from moezoo.kernels.attention import api as attention
 from moezoo.kernels.grouped_matmul import api as products
 from moezoo.parallel.kernels import anywhere
+from moezoo.training.evaluate import Evaluation
+from moezoo.training.loop import Loop
 
 pytestmark = pytest.mark.interpreted
 WORDS = (
     *("model=mixtral", "model.embed=64", "model.expert_mlp=64", "model.layers=1", "model.experts=4", "seq_len=16"),
-    *("batch_size=4", "data=synthetic", "data.eval_sequences=4", "execution.dtype=bfloat16", "steps=2"),
+    *("batch_size=2", "data=synthetic", "data.eval_sequences=4", "execution.dtype=bfloat16", "steps=2"),
     *("eval_every=0", "log_every=1"),
 )
 # Two blocks per row, and windows and documents that begin in both.
@@ -58,10 +60,14 @@ def splash_calls(monkeypatch):
 
 @functools.cache
 def run(grouped_matmul: str, attention: str, *words: str) -> list[float]:
-    """Return the losses of two steps and the gradient norms of a tiny run, in bfloat16 unless `words` differ."""
+    """Return the losses of two steps and the gradient norms of a tiny run, in bfloat16 unless `words` differ.
+
+    The validation at its end is left out: its program has no kernel that a step has not.
+    """
     kernels = f"execution.grouped_matmul=[{grouped_matmul}]", f"execution.attention=[{attention}]"
     folder = f"run_dir={grouped_matmul}-{attention}-{len(words)}"
-    with steps_only():
+    with steps_only(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_evaluate", lambda *_: Evaluation(0.0, 1, 0, "token", 1, 1))
         history = moezoo.train(moezoo.compose(*WORDS, *kernels, folder, *words)).history
     return [row[name] for row in history for name in ("loss", "grad_norm")]
 

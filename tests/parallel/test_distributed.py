@@ -16,7 +16,7 @@ import moezoo
 from moezoo.data import Batch
 from moezoo.errors import UserError
 from moezoo.parallel import distributed
-from moezoo.parallel.distributed import Alone, Auto, Manual, processes
+from moezoo.parallel.distributed import Alone, Auto, Manual
 from moezoo.parallel.mesh import mesh_of
 from moezoo.training import supervisor
 from moezoo.training.feed import Feed
@@ -83,7 +83,7 @@ def test_one_process_agrees_with_itself():
 
 def test_what_differs_between_processes_is_named(monkeypatch):
     theirs = {"a": 2, "b": None, "c": "x", "e": 5, "f": 0}
-    monkeypatch.setattr(processes, "gather_texts", lambda own: [own, own, json.dumps(theirs)])
+    monkeypatch.setattr(distributed, "gather_texts", lambda own: [own, own, json.dumps(theirs)])
     with refused("settings differ: a is 1 on process 0 and 2 on process 2, c is true on process 0", "; start again"):
         distributed.check_same({**theirs, "a": 1, "c": True}, "settings differ", "start again")
     with refused("settings differ: a is 1 on", "d is 4 on process 0 and null on process 2, and 2 more differ; again"):
@@ -96,7 +96,7 @@ def test_a_wait_for_others_is_bounded(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     with distributed.within(0, "no other process"):
         assert not ended.wait(0.05)
-    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(distributed, "several", lambda: True)
     with distributed.within(0, "they did not come"):
         assert ended.wait(60)
     assert codes == [2]

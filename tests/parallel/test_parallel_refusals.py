@@ -15,8 +15,8 @@ from moezoo.parallel.mesh import abstract_mesh
     mesh.data=-1 mesh.expert=-1 => mesh.data and mesh.expert are both -1; only one
     mesh.axis_types=manual => mesh.axis_types=manual: expected one of auto, explicit
     mesh.context=2 seq_len=10 => seq_len=10 is not divisible by 4 ... seq_len=8 or seq_len=12
-    distributed.process=2 => distributed.process=2 must be from 0 to 1, as distributed.processes=2
-    distributed.process=-1 => distributed.process=-1 must be from 0 to 1
+    distributed.process=2 => distributed.process=2 must be below distributed.processes=2
+    distributed.process=-1 => distributed.process=-1 must be at least 0
     distributed.coordinator=node => distributed.coordinator=node must be HOST:PORT, such as localhost:8476
     distributed.coordinator=host:port => distributed.coordinator=host:port must be HOST:PORT
     distributed.coordinator=host:99999 => distributed.coordinator=host:99999 must be HOST:PORT

@@ -22,7 +22,7 @@ from moezoo.nn.mxfp4 import MXFP4
 from moezoo.optim import SGD, Constant, Optimizer
 from moezoo.parallel.axes import Axes, is_stored
 from moezoo.parallel.traces import equations
-from moezoo.training.fit import check_model
+from moezoo.training.build import check_model
 from moezoo.training.step import Step
 
 # Ten embedding dimensions a device of eight: groups of 32 and blocks of 24 are cut. Widths of 24 on two devices, too.

@@ -24,6 +24,10 @@ from moezoo.nn.few_bits import cut_pieces
 from moezoo.optim import SGD, Constant
 from moezoo.parallel.pipeline import Circular
 
+# Those that CI runs with jax 0.12, which takes twice as long to compile them: four stages with offloading, two chunks
+# with split widths, and a ring. All gather weights in each tick.
+NEWER = (STAGED_CASES[2], STAGED_CASES[4], STAGED_CASES[6])
+
 
 def largest_error(case: Case) -> float:
     """Run a case, assert what must be equal, and return the largest relative error of the rest."""
@@ -47,7 +51,7 @@ def largest_error(case: Case) -> float:
 
 @pytest.mark.parametrize(
     "case",
-    [STAGED_CASES[0], *(pytest.param(case, marks=pytest.mark.newer) for case in STAGED_CASES[1:])],
+    [pytest.param(case, marks=pytest.mark.newer if case in NEWER else ()) for case in STAGED_CASES],
     ids=str,
 )
 def test_staged_step(case):
@@ -65,7 +69,6 @@ def frozen_in_few_bits() -> Any:
     return store(model("deepseek_deep"), lambda path: path.endswith(ends), partial(BlockFP8.rounded, size=(4, 4)))
 
 
-@pytest.mark.newer
 def test_frozen_weights_in_few_bits_and_trained_patterns():
     one = Case("ring", "single", "fsdp_ep", "full", 4, "batch", "deepseek_deep")
     staged = Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "deepseek_deep", pipeline=Circular(4))

@@ -331,7 +331,6 @@ def load(run: CompiledStep, folder: Any, step: int) -> None:
     run.state = State(saved["model"], *saved["training"])
 
 
-@pytest.mark.newer
 def test_checkpoint(tmp_path):
     """A run resumed after its first step is equal to the bit on the same mesh, and within 1e-5 on another."""
     run, other = compiled(CASES[0]), compiled(RUN[1])

@@ -8,7 +8,7 @@ from recorders import Raiser, Recorder
 from refusals import refused
 
 import moezoo
-from moezoo.config.compose import as_mapping, compose, from_mapping, to_yaml
+from moezoo.config.compose import as_mapping, compose, from_saved, to_yaml
 from moezoo.parallel import distributed
 from moezoo.trackers import NoTracker, RunStart, Several
 from moezoo.trackers.to_tensorboard import TensorBoard
@@ -19,7 +19,7 @@ from moezoo.training.writers import check_writers, make_writers
 def test_several_trackers_have_their_own_settings():
     cfg = compose("tracker.members.wandb.project=mine", "tracker=[tensorboard,wandb]")
     assert cfg.tracker == Several(members={"tensorboard": TensorBoard(), "wandb": WandB(project="mine")})
-    assert from_mapping(as_mapping(cfg)) == cfg
+    assert from_saved(as_mapping(cfg)) == cfg
     assert compose("tracker=wandb", "tracker.entity=us").tracker == WandB(entity="us")
 
 

@@ -20,7 +20,7 @@ from moezoo.cli.command import ConfiguredCommand, execute
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.training.files import making, writing_to
-from moezoo.typed import Range
+from moezoo.typed import Count, Size
 
 # A run of few seconds that prints every step, on eight devices, so a checkpoint has parts of several.
 _RUN = (
@@ -46,15 +46,14 @@ class Trial:
     """The command's own options: how often a run is disturbed, and where the runs are written."""
 
     folder: str = key("a new folder for the runs", "FOLDER")
-    kills: int = key("kill -9: in a step, during a save and while starting, in turn", default=20, valid=Range(0))
-    signals: int = key("SIGTERM and SIGINT alternately, in a step", default=2, valid=Range(0))
-    moments: int = key(
+    kills: Count = key("kill -9: in a step, during a save and while starting, in turn", default=20)
+    signals: Count = key("SIGTERM and SIGINT alternately, in a step", default=2)
+    moments: Count = key(
         "SIGINT and SIGTERM alternately to fresh runs, at moments from the start of the interpreter to the third step",
         default=6,
-        valid=Range(0),
     )
-    flips: int = key("single bits flipped in the files of a checkpoint", default=10, valid=Range(0))
-    checkpoint_every: int = key("steps between two saves", default=5, valid=Range(1))
+    flips: Count = key("single bits flipped in the files of a checkpoint", default=10)
+    checkpoint_every: Size = key("steps between two saves", default=5)
     seed: int = key("seed of the moments and the bits", default=0)
 
 

@@ -1,8 +1,10 @@
 """The arrays of a checkpoint against those that a model has, and in every layout that a run may continue in."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,22 @@ def test_a_checkpoint_gets_its_name_when_it_is_complete(tmp_path, monkeypatch):
     ((files, sums),) = found
     assert files == sums
     assert "about.json" in sums
+
+
+def test_python_reports_everything_again_after_the_last_checkpoint(tmp_path, monkeypatch):
+    """What a failed write leaves is not reported while checkpoints are written, and after a failure."""
+    before = sys.unraisablehook
+    monkeypatch.setattr(sys, "unraisablehook", before)  # so that it is that again after the test
+    for fails in (False, True):
+        checkpoints = Checkpoints(tmp_path / f"{fails}", count=1, size=0)
+        assert sys.unraisablehook is not before
+        if fails:
+            checkpoints.folder.rmdir()
+        checkpoints.save(1, {"model": SAVED}, {"versions": {"moezoo": "0"}, "config": {}, "loader": {}})
+        with refused(f"{checkpoints.folder}: ", "was removed") if fails else contextlib.nullcontext():
+            checkpoints.wait()
+        checkpoints.close()
+        assert (sys.unraisablehook is before) is not fails
 
 
 def test_only_whole_numbers_as_moezoo_writes_them_are_steps(tmp_path):

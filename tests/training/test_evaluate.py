@@ -9,7 +9,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.data import load
-from moezoo.data.windows import Windows
+from moezoo.data.rows import Windows
 
 DEEPSEEK = moezoo.models.DeepSeekConfig(vocab=24, embed=8, layers=2, heads=2, mlp=6, expert_mlp=6)
 

@@ -40,7 +40,7 @@ STEPS = ("steps=2", "eval_every=1", "batch_size=16", "optimizer.learning_rate=0.
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.newer if "mesh.stage" in layout else pytest.mark.weekly)
+        pytest.param(name, marks=() if "mesh.stage" in layout else pytest.mark.weekly)
         for name, (_, _, layout, _) in CASES.items()
     ],
 )

@@ -28,7 +28,7 @@ from moezoo.training.checkpoint import Checkpoints
 from moezoo.training.files import making
 from moezoo.training.loop import Loop
 from moezoo.training.metrics import MEASURED, MetricsLog, read_metrics
-from moezoo.training.resume import loader_state, read_batch_count
+from moezoo.training.saved import loader_state, read_batch_count
 from moezoo.training.signals import Signals
 
 
@@ -121,7 +121,6 @@ def assert_same_but_for_rounding(rows, wanted):
         assert row["loss"] == pytest.approx(theirs["loss"], rel=1e-4), row["step"]
 
 
-@pytest.mark.newer
 def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny, tmp_path):
     """One device; then a mesh that splits each sequence, except in the sample, where other weights move.
 
@@ -167,7 +166,6 @@ def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     assert both.sample == run.sample
 
 
-@pytest.mark.newer
 def test_saves_by_the_clock_change_no_numbers(run, tiny, tmp_path, monkeypatch):
     """With a clock that advances by a minute per look; slow saves are 20 times as far apart as they take."""
     overrides = ("mesh=ep8", "steps=8", "eval_every=8", "checkpoint_minutes=2.5")
@@ -332,7 +330,7 @@ def test_places_of_all_processes_are_saved(tiny, monkeypatch):
     source = load(moezoo.compose(*tiny).data, seq_len=16, seed=0, vocab=32)
     assert "places" not in loader_state(7, source, {})
     others = '{"1": {"rows": 5}, "10": {"rows": 6}}'
-    monkeypatch.setattr("moezoo.training.resume.distributed.gather_texts", lambda own: [others, own])
+    monkeypatch.setattr("moezoo.training.saved.distributed.gather_texts", lambda own: [others, own])
     assert loader_state(7, source, {}, {2: {"rows": 4}, 0: {"rows": 3}})["places"] == [
         {"rows": n} for n in (3, 5, 4, 6)
     ]

@@ -32,15 +32,17 @@ print("losses", *(math.isfinite(step(number).loss) for step in steps for number 
 """
 
 
-def run_under_load(*words: str, until: str, **settings: str) -> list[str]:
+def run_under_load(*words: str, until: str) -> list[str]:
     """Run Python with these words, without variables that change JAX or XLA; return its lines up to one with `until`.
 
-    From when it has compiled on, two other processes keep processors busy. A process that hangs is ended.
+    From when it has compiled on, two other processes keep processors busy. A process that hangs is ended. Flags are
+    those of the suite, which only make compiling cheap.
     """
     theirs = ("JAX_", "XLA_", "PJRT_", "NPROC")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     paths = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "parity"))]
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", **settings}
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    environment["XLA_FLAGS"] = os.environ["XLA_FLAGS"]
     lines = []
     with contextlib.ExitStack() as held:
 
@@ -73,6 +75,5 @@ def test_a_pipeline_of_four_stages(tmp_path):
 
 
 def test_the_deepest_mixtures_of_axes():
-    """With the suite's flags, which only make compiling cheap."""
-    lines = run_under_load("-c", MIXTURES, until="losses", XLA_FLAGS=os.environ["XLA_FLAGS"])
+    lines = run_under_load("-c", MIXTURES, until="losses")
     assert lines[-1].split() == ["losses", *["True"] * 15], lines

@@ -27,8 +27,8 @@ from moezoo.tools.sweep.expand import Element
 from moezoo.tools.sweep.runs import find_outcome
 from moezoo.training import loop
 from moezoo.training.evaluate import Evaluation
+from moezoo.training.metrics import best_checkpoint, count_validations
 from moezoo.training.reading import read_folder
-from moezoo.training.validations import best_checkpoint, count_validations
 
 NAN = math.nan
 ONE = ("mesh=single", "dispatch=gather", "model.layers=1", "data.documents=20")

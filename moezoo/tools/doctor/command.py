@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 class Keys:
     """The command's options."""
 
-    seconds: float = key("how long one part may take on the devices", default=300.0, valid=Range(at_least=1.0))
+    seconds: Annotated[float, Range(at_least=1.0)] = key("how long one part may take on the devices", default=300.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from moezoo.cli.command import KeysCommand
 from moezoo.config.options import key, read
-from moezoo.typed import Range
+from moezoo.typed import Count, Positive, Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,14 +13,13 @@ class Keys:
     """The command's options."""
 
     folder: str = key("a Hugging Face model folder, with config.json and safetensors", "FOLDER")
-    tokens: int = key("random tokens that both models read, as one sequence", default=16, valid=Range(at_least=1))
-    tolerance: float = key(
+    tokens: Size = key("random tokens that both models read, as one sequence", default=16)
+    tolerance: Positive = key(
         "largest difference of a module's result, relative to the largest value of that result in transformers",
         "1e-4",
         default=1e-4,
-        valid=Range(above=0),
     )
-    seed: int = key("seed of the tokens", default=0, valid=Range(at_least=0))
+    seed: Count = key("seed of the tokens", default=0)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from moezoo.config.build import blueprint_of
 from moezoo.config.compose import compose
-from moezoo.config.dividing import dividing, limits_of
 from moezoo.config.overrides import groups
+from moezoo.config.sizes import dividing, limits_of
 from moezoo.errors import UserError
 from moezoo.parallel.mesh import AXES
 from moezoo.parallel.traffic import CallName

@@ -12,7 +12,7 @@ import moezoo.interrupts as interrupts
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config.options import key, take, take_switches
 from moezoo.errors import UserError
-from moezoo.typed import Range
+from moezoo.typed import Size
 
 _LAYOUTS = 800  # what a search looks at, by default
 _BEST, _SHOWN = 3, 10  # how many of a search are compiled, and shown
@@ -31,9 +31,7 @@ class Keys:
     mesh: str | None = key("one mesh, or several to compare: fsdp64,fsdp8_ep8; all for a search", "A,B", default=None)
     rules: str | None = key("rules, or several to compare; all for each", "A,B", default=None)
     dispatch: str | None = key("a strategy, or several to compare; all for each", "A,B", default=None)
-    layouts: int | None = key(
-        f"the most layouts that a search looks at, {_LAYOUTS} by default", "N", default=None, valid=Range(at_least=1)
-    )
+    layouts: Size | None = key(f"the most layouts that a search looks at, {_LAYOUTS} by default", "N", default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import jax
 
 from moezoo.config.build import blueprint_on, build_execution
 from moezoo.config.compose import compose
-from moezoo.config.dividing import divisors
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
+from moezoo.config.sizes import divisors
 from moezoo.errors import UserError
 from moezoo.parallel.dispatch import Dispatch
 from moezoo.parallel.kernels import Target, mesh_for

@@ -12,7 +12,7 @@ from moezoo.cli.text_keys import TextKeys, configure_text, load_text
 from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError, locating
-from moezoo.typed import Range, show
+from moezoo.typed import Count, show
 
 # What may differ between two ways to run one model on one text; `execution.param_dtype` is of the model.
 _HOW = ("mesh", "rules", "dispatch", "execution")
@@ -34,7 +34,7 @@ class Keys(TextKeys):
         "FOLDER",
         default=None,
     )
-    top: int = key("the most specific tokens per expert to show", default=8, valid=Range(at_least=0))
+    top: Count = key("the most specific tokens per expert to show", default=8)
     out: str | None = key(
         "the folder to write: routing.md, routing.json and pictures (by default RUN/routing, or ./routing for a "
         "Hugging Face folder)",

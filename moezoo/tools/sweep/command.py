@@ -10,7 +10,7 @@ from moezoo.config import overrides
 from moezoo.config.options import key, take
 from moezoo.errors import UserError
 from moezoo.tools.sweep.expand import Sweep, expand
-from moezoo.typed import Range, types_of
+from moezoo.typed import Count, types_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Keys:
     """The command's options."""
 
     sweep_dir: str | None = key("the folder to write or continue (by default sweeps/DATE_TIME)", "FOLDER", default=None)
-    only: int | None = key("train only the run of this number, from 0", "N", default=None, valid=Range(at_least=0))
+    only: Count | None = key("train only the run of this number, from 0", "N", default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The bytes of text that tokens stand for: what bits per byte divide by.
+"""The text that tokens stand for: the bytes of each, which bits per byte divide by, and pieces of it while tokens come.
 
-They are those that a tokenizer decodes tokens to. Byte-level and SentencePiece decoders join the pieces of tokens, so
+All follows from the decoder of a `tokenizer.json`. Byte-level and SentencePiece decoders join the pieces of tokens, so
 each token has a fixed number of bytes; only at the start of a text some drop a space that `encode` has added. A special
 token stands for no text.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,8 @@ from moezoo.errors import UserError
 
 _ROWS = 2**10  # to have in memory at once
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Steps of decoders that join texts of tokens from left to right.
+_JOINING = ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece")
 
 
 class TokenBytes(NamedTuple):
@@ -47,48 +49,52 @@ def measure_tokens(library: Any, vocab: int, shown: str) -> TokenBytes:
     return TokenBytes(*found)
 
 
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a decoder; none of no decoder, which puts spaces between tokens."""
+    if decoder is None:
+        return []
+    return [step for each in decoder["decoders"] for step in _steps(each)] if "decoders" in decoder else [decoder]
+
+
 def _measurer(decoder: dict[str, Any] | None, shown: str) -> Callable[[str], tuple[int, int]]:
     """Return a function from a token to its bytes inside a text and at its start."""
-    steps: list[Callable[[str, bool], str]] = []  # from a token, and whether it is the first, to its text
+    changes: list[Callable[[str, bool], str]] = []  # from a token, and whether it is the first, to its text
     joined = False
-
-    def add(step: dict[str, Any]) -> None:
-        nonlocal joined
+    if decoder is None:
+        raise UserError(f"{shown} has no decoder, so it does not give the text of its tokens back")
+    for step in _steps(decoder):
         match step:
-            case {"type": "Sequence", "decoders": inner}:
-                for each in inner:
-                    add(each)
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if len(old) == 1:
-                steps.append(lambda text, first: text.replace(old, new))
+                changes.append(lambda text, first, old=old, new=new: text.replace(old, new))
             case {"type": "ByteFallback"} if not joined:
-                steps.append(lambda text, first: _one_byte(int(m[1], 16)) if (m := _BYTE.fullmatch(text)) else text)
+                changes.append(lambda text, first: _one_byte(int(m[1], 16)) if (m := _BYTE.fullmatch(text)) else text)
             case {"type": "ByteLevel"} if not joined:
                 bytes_of, joined = _byte_level(), True
-                steps.append(
-                    lambda text, first: (
-                        "".join(_one_byte(bytes_of[c]) for c in text) if bytes_of.keys() >= set(text) else text
+                changes.append(
+                    lambda text, first, of=bytes_of: (
+                        "".join(_one_byte(of[c]) for c in text) if of.keys() >= set(text) else text
                     )
                 )
             case {"type": "Metaspace", "replacement": str(mark)} if not joined:
                 drops = step.get("prepend_scheme", "always") != "never"
-                steps.append(lambda text, first: text.replace(mark, "" if first and drops else " "))
+                changes.append(
+                    lambda text, first, mark=mark, drops=drops: text.replace(mark, "" if first and drops else " ")
+                )
             case {"type": "Fuse"}:
                 joined = True
             case {"type": "Strip", "content": str(what), "start": 0 | 1 as start, "stop": 0} if joined:
-                steps.append(lambda text, first: text.removeprefix(what) if first and start else text)
+                changes.append(
+                    lambda text, first, what=what, start=start: text.removeprefix(what) if first and start else text
+                )
             case _:
                 raise UserError(f"{shown}: the bytes of a token do not follow from its decoder ({step.get('type')})")
-
-    if decoder is None:
-        raise UserError(f"{shown} has no decoder, so it does not give the text of its tokens back")
-    add(decoder)
 
     def measure(token: str) -> tuple[int, int]:
         sizes = []
         for is_first in (False, True):
             text = token
-            for step in steps:
-                text = step(text, is_first)
+            for change in changes:
+                text = change(text, is_first)
             sizes.append(len(text.encode(errors="surrogateescape")))
         return sizes[0], sizes[1]
 
@@ -140,3 +146,47 @@ def _first_texts(corpus: Corpus, is_silent: np.ndarray) -> Int64[np.ndarray, "fo
         found.append(begin[~silent])
         begin, end = begin[silent] + 1, end[silent]
     return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+def find_unsettled(library: Any) -> frozenset[int] | None:
+    """Return the tokens of a `tokenizers.Tokenizer` whose text may be another once more tokens follow.
+
+    Where a decoder has tokens for single bytes, it writes U+FFFD for each byte of a run of them that is not UTF-8. A
+    special token, which has no text, may stand in such a run.
+
+    None stands for all tokens, where the decoder is not known to join them from left to right.
+    """
+    described = json.loads(library.to_str())
+    steps = _steps(described["decoder"])
+    if not {step["type"] for step in steps} <= {*_JOINING} or any(step.get("stop", 0) for step in steps):
+        return None
+    if not any(step["type"] == "ByteFallback" for step in steps):
+        return frozenset()
+    special = [token["id"] for token in described["added_tokens"] if token["special"]]
+    found = (library.token_to_id(f"<0x{value:02X}>") for value in range(256))
+    return frozenset([*special, *(number for number in found if number is not None)])
+
+
+def pieces(
+    tokens: Iterable[Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    unsettled: frozenset[int] | None,
+) -> Iterator[str]:
+    """Yield the text of tokens as they come, each piece as soon as no later token can change it.
+
+    Args:
+        tokens: The tokens, some at a time.
+        decode: Returns the text of tokens; U+FFFD at its end may be an unfinished character.
+        unsettled: The tokens whose text may be another once more follow; None for all.
+    """
+    ids, written = [], ""
+    for some in tokens:
+        ids += some
+        settled = len(ids)
+        while settled and (unsettled is None or ids[settled - 1] in unsettled):
+            settled -= 1
+        text = decode(ids[:settled]).rstrip("\ufffd")
+        if len(text) > len(written):
+            yield text[len(written) :]
+            written = text
+    yield decode(ids)[len(written) :]

@@ -1,17 +1,18 @@
-"""What several processes do together: meet, agree, end.
+"""Run several processes as one: how they find each other, and what they do together: meet, agree, end.
 
 Every process runs the same program. What only one process can know, such as a signal, a full disk or the time, is
 shared with all before any process acts on it: a process that leaves alone leaves the others waiting in a collective.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -20,13 +21,108 @@ from jax.experimental import multihost_utils
 
 from moezoo.errors import UserError
 from moezoo.parallel import mesh
-from moezoo.parallel.distributed.base import Distributed
-from moezoo.typed import show
+from moezoo.typed import AtMost, Count, Size, check_fields, show
 
 # How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5
 # How many keys that differ between processes a message names.
 _MOST_KEYS = 3
+
+
+class Distributed:
+    """How the processes of a run find each other.
+
+    An entry that lets users set the two numbers of seconds declares both as fields.
+
+    Attributes:
+        name: The entry's key in `DISTRIBUTED`.
+        is_several: Whether a run expects other processes.
+        coordinator: The address where the processes meet, HOST:PORT; None if the settings do not contain it.
+        heartbeat_seconds: After this time of silence a process counts as dead, and the others end.
+        start_seconds: How long processes wait for each other at the start.
+
+    Raises:
+        UserError: A setting has a wrong type, or a number of seconds is less than 1.
+    """
+
+    name: ClassVar[str]
+    is_several: ClassVar[bool] = True
+    coordinator: str | None = None
+    heartbeat_seconds: Size = 30
+    start_seconds: Size = 300
+
+    def __post_init__(self):
+        check_fields("distributed", self)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `jax.distributed.initialize` that describe the other processes.
+
+        By default there are none: JAX reads the cluster's environment.
+
+        Raises:
+            UserError: A setting is missing.
+        """
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone(Distributed):
+    """One process: the entry `distributed=none`."""
+
+    name: ClassVar[str] = "none"
+    is_several: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(Distributed):
+    """The processes of a TPU slice, Slurm, Open MPI or Kubernetes: the entry `distributed=auto`."""
+
+    name: ClassVar[str] = "auto"
+    heartbeat_seconds: int = 30
+    start_seconds: int = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual(Distributed):
+    """Processes that the user starts with their numbers: the entry `distributed=manual`.
+
+    Attributes:
+        coordinator: The address where they meet, HOST:PORT on process 0.
+        processes: The number of processes.
+        process: The number of this process, from 0.
+
+    Raises:
+        UserError: The address is not HOST:PORT, or `process` is not below `processes`.
+    """
+
+    name: ClassVar[str] = "manual"
+    coordinator: str | None = None
+    processes: int | None = None
+    process: Annotated[Count, AtMost("processes", strict=True)] | None = None
+    heartbeat_seconds: int = 30
+    start_seconds: int = 300
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.coordinator is not None:
+            host, _, port = self.coordinator.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise UserError(f"distributed.coordinator={self.coordinator} must be HOST:PORT, such as localhost:8476")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return address, number of processes and number of this process."""
+        for field, example in (("coordinator", "HOST:PORT"), ("processes", "2"), ("process", "0")):
+            if getattr(self, field) is None:
+                raise UserError(f"distributed=manual needs distributed.{field}; write distributed.{field}={example}")
+        return {
+            "coordinator_address": self.coordinator,
+            "num_processes": self.processes,
+            "process_id": self.process,
+            "cluster_detection_method": "deactivate",
+        }
+
+
+DISTRIBUTED: dict[str, type[Distributed]] = {kind.name: kind for kind in (Alone, Auto, Manual)}
 
 
 def start(settings: Distributed, devices: int) -> None:
