@@ -1,6 +1,7 @@
 """The contract of a backend of the delta rule, and what it returns."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 from jax.typing import DTypeLike
@@ -32,7 +33,7 @@ class Operands(eqx.Module):
     q: Float[Array, "batch tokens key_heads key_dim"]
     k: Float[Array, "batch tokens key_heads key_dim"]
     v: Values
-    decay: Float[Array, "batch tokens key_heads group *key_dim"]
+    decay: Float[Array, "batch tokens key_heads group *channel"]
     strength: Float[Array, "batch tokens key_heads group"]
     segment: Int[Array, "batch tokens"]
 
@@ -76,13 +77,9 @@ class SpanMap(NamedTuple):
     term: States
 
 
-class Rule(Protocol):
-    """Compute `moezoo.kernels.delta_rule.delta_rule`; differentiable in all floats by both results.
-
-    All operands vary over the same mesh axes, and there is at least one token.
-    """
-
-    def __call__(self, operands: Operands, start: Start) -> Recalled: ...
+# Compute `moezoo.kernels.delta_rule.delta_rule`; differentiable in all floats by both results. All operands vary over
+# the same mesh axes, and there is at least one token.
+Rule = Callable[[Operands, Start], Recalled]
 
 
 class Backend(NamedTuple):

@@ -90,7 +90,7 @@ class SplitText:
             )
         return self._own(jnp.stack(states, axis=1))
 
-    def _gather(self, x: Float[Array, "rows *dims"]) -> Float[Array, "batch chunk *dims"]:
+    def _gather(self, x: Shaped[Array, "rows *dims"]) -> Shaped[Array, "batch chunk *dims"]:
         """Return what all chunks have, in the order of devices."""
         x = x.reshape(-1, self.here, *x.shape[1:])
         return gather_tokens(x, self.group.axes, 1, tokens=self.group.token_axes)
@@ -99,7 +99,7 @@ class SplitText:
         """Take [batch, chunk, ...] from the order of devices to that of tokens."""
         return x[:, np.argsort(self.chunks)]
 
-    def _own(self, x: Float[Array, "batch chunk *dims"]) -> Float[Array, "rows *dims"]:
+    def _own(self, x: Shaped[Array, "batch chunk *dims"]) -> Shaped[Array, "rows *dims"]:
         """Return what belongs to the chunks of this device, of all in the order of tokens."""
         x = x[:, np.asarray(self.chunks)]
         mine = own_block(x, self.group.axes, 1) if self.group.axes else x

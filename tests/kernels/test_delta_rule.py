@@ -50,12 +50,13 @@ def make(tokens: int, per_channel: bool, largest: float, seed: int = 0, equal_ke
 
 def operands(floats: Floats, segment: Any) -> Operands:
     """Return the operands of the kernel."""
-    return Operands(floats.q, floats.k, floats.v, floats.decay, floats.strength, segment)
+    q, k, v, decay, strength, _ = jax.tree.map(jnp.asarray, floats)
+    return Operands(q, k, v, decay, strength, jnp.asarray(segment))
 
 
 def start_at(segment: Any, floats: Floats) -> Start:
     """Return what was read before."""
-    return Start(segment, floats.initial)
+    return Start(jnp.asarray(segment), jnp.asarray(floats.initial))
 
 
 def cut(floats: Floats, first: int, after: int) -> Floats:
@@ -180,7 +181,7 @@ def test_the_inverse_of_a_unit_triangular_matrix(largest):
     rng = np.random.default_rng(0)
     strict = np.tril(np.ones((64, 64)) if not largest else rng.uniform(-0.4, 0.4, (64, 64)), -1).astype(np.float32)
     wanted = np.linalg.inv(np.eye(64) + strict.astype(np.float64))
-    np.testing.assert_allclose(chunked.invert(strict), wanted, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(chunked.invert(jnp.asarray(strict)), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_spans_one_behind_the_other():
@@ -194,7 +195,7 @@ def test_spans_one_behind_the_other():
     def maps() -> Any:
         at = [0, 40, 90]
         spans = [
-            span_map(operands(cut(floats, a, b), segment[:, a:b]), segment[:, max(a - 1, 0)])
+            span_map(operands(cut(floats, a, b), segment[:, a:b]), jnp.asarray(segment[:, max(a - 1, 0)]))
             for a, b in itertools.pairwise(at)
         ]
         both = then(*spans)

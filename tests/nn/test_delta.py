@@ -199,9 +199,9 @@ def test_short_convolution(taps, has_bias, activates):
     layer = ShortConvolution(taps, 2, 3, has_bias=has_bias, activates=activates, dtype=F32, key=jax.random.key(1))
     if has_bias:
         layer = jax.tree.map(lambda x: x + 0.5, layer)
-    x: Any = np.random.default_rng(0).standard_normal((1, 9, 2, 3)).astype(np.float32)
-    segment: Any = np.asarray([[1, 1, 1, 2, 2, 3, 3, 3, 3]], np.int32)
-    wanted = np.zeros_like(x)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 3)), jnp.float32)
+    segment = jnp.asarray([[1, 1, 1, 2, 2, 3, 3, 3, 3]], jnp.int32)
+    wanted = np.zeros(x.shape, np.float32)
     for t in range(9):
         for back in range(taps):
             if t - back >= 0 and segment[0, t - back] == segment[0, t]:
