@@ -25,7 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.delta_rule.base import Operands, Recalled, Start
-from moezoo.parallel.collectives import ATTENTION, vary_like
+from moezoo.parallel.collectives import ATTENTION
 
 CHUNK = 64
 # The tokens among which decays per channel are taken pair by pair: [BLOCK, BLOCK, key_dim] numbers.
@@ -70,7 +70,7 @@ def rule(operands: Operands, start: Start) -> Recalled:
         return x.reshape(x.shape[0], pieces, size, CHUNK, *x.shape[2:])
 
     # Padding at the end: tokens of the last document that write nothing and do not decay.
-    floats = _Floats(*(cut(x.astype(jnp.float32)) for x in (o.q, o.k, o.v, decay, o.strength)))
+    floats = _Floats(*map(cut, (o.q, o.k, o.v, decay, o.strength)))
     floats = _Floats(*(jnp.moveaxis(x, (1, 4), (0, 2)) for x in floats[:2]), *map(_groups_first, floats[2:]))
     segment = cut(o.segment, "edge")
     last = segment[..., -1]
@@ -78,7 +78,7 @@ def rule(operands: Operands, start: Start) -> Recalled:
     documents = _Documents(segment.swapaxes(0, 1), before.reshape(last.shape).swapaxes(0, 1))
     result, state = _read(floats, documents, start.state)
     result = jnp.moveaxis(result, (0, 2, 3), (1, 4, 5)).reshape(o.v.shape[0], -1, *o.v.shape[2:])
-    return Recalled(result[:, :tokens].astype(o.v.dtype), state)
+    return Recalled(result[:, :tokens], state)
 
 
 def _groups_first(x: Array) -> Array:
@@ -121,9 +121,10 @@ _read.defvjp(_forward, _backward)
 
 def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Array]:
     """Return the results of a piece, [batch, heads, group, chunks, CHUNK, value_dim], and the state after it."""
-    segment, before = (x[:, None, None] for x in documents)
+    dtype, x = x.v.dtype, _Floats(*(one.astype(jnp.float32) for one in x))
+    segment, before = (one[:, None, None] for one in documents)
     same = jnp.tril(segment[..., :, None] == segment[..., None, :])
-    reads, writes = (segment == x[..., None] for x in (before, segment[..., -1]))
+    reads, writes = (segment == one[..., None] for one in (before, segment[..., -1]))
     reads, writes, keeps = reads[..., None], writes[..., None], (segment[..., -1] == before)[..., None]
     pair = _pairs_per_channel if x.decay.shape[-1] > 1 else _pairs_per_head
     writing, reading = (jnp.where(same, one, 0) for one in pair(x))
@@ -145,7 +146,7 @@ def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Arra
     after, (states, written) = lax.scan(step, state, by_chunk)
     states, written = (jnp.moveaxis(x, 0, 3) for x in (states, written))
     result = _dot("...ik,...kv->...iv", jnp.where(reads, since * q, 0), states)
-    return result + _dot("...ij,...jv->...iv", reading, written), after
+    return (result + _dot("...ij,...jv->...iv", reading, written)).astype(dtype), after
 
 
 def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims token channel"]:
@@ -154,16 +155,20 @@ def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims to
     return jnp.cumsum(shifted[..., ::-1, :], -2)[..., ::-1, :]
 
 
-def _between(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims later earlier channel"]:
-    """Sum the decays after each earlier token up to each later one; 0 where `later` is not later."""
-    size = decay.shape[-2]
-    later = jnp.tril(jnp.ones((size, size), bool), -1).reshape(*(1,) * (decay.ndim - 2), size, size, 1)
-    return jnp.cumsum(jnp.where(later, decay[..., :, None, :], 0), -3)
+def _between(decay: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Sum the decays after each earlier token up to each later one, [..., later, earlier, ...]; 0 if it is not later.
+
+    `axis` is that of tokens in `decay`, from the end.
+    """
+    size = decay.shape[axis]
+    later = jnp.tril(jnp.ones((size, size), bool), -1)
+    later = later.reshape(*(1,) * (decay.ndim + axis), size, size, *(1,) * (-axis - 1))
+    return jnp.cumsum(jnp.where(later, jnp.expand_dims(decay, decay.ndim + axis + 1), 0), axis - 1)
 
 
 def _pairs_per_head(x: _Floats) -> tuple[Array, Array]:
     """Return k_i k_j and q_i k_j times the decay from j to i, [..., CHUNK, CHUNK]; any number where i < j."""
-    faded = jnp.exp(_between(x.decay)[..., 0])
+    faded = jnp.exp(_between(x.decay[..., 0], -1))
     one = lambda y: _dot("...ik,...jk->...ij", y, x.k)[:, :, None] * faded  # noqa: E731
     return one(x.k), one(x.q)
 
@@ -176,7 +181,7 @@ def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
         return x.reshape(*x.shape[:-2], count, BLOCK, x.shape[-1])
 
     q, k, decay = cut(x.q[:, :, None]), cut(x.k[:, :, None]), cut(x.decay)
-    faded = k[..., None, :, :] * jnp.exp(_between(decay))
+    faded = k[..., None, :, :] * jnp.exp(_between(decay, -2))
     inside = [jnp.einsum("...nik,...nijk->...nij", y, faded, precision=lax.Precision.HIGHEST) for y in (k, q)]
     since, until, whole = jnp.exp(jnp.cumsum(decay, -2)), _after(decay), decay.sum(-2)
     rows: tuple[list[Array], list[Array]] = [], []
@@ -201,20 +206,34 @@ def invert(lower: Float[Array, "*dims token token"]) -> Float[Array, "*dims toke
     From the inverses of blocks on the diagonal follow those of blocks twice as large. All of them are parts of the
     result, so nothing large cancels, as it does in products of (I - N)(I + N^2)(I + N^4) for tokens with equal keys.
     """
-    size = lower.shape[-1]
-    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
-    inverse = vary_like(inverse, lower)
+    blocks = _diagonal_blocks(lower, BLOCK, 0)
+    number = lax.iota(jnp.int32, BLOCK)
+    inverse = jnp.broadcast_to(jnp.eye(BLOCK, dtype=lower.dtype), blocks.shape)
     step = 1
-    while step < size:
+    while step < BLOCK:
+        half = number // step
+        below = (half[:, None] == half[None] + 1) & (half[None] % 2 == 0)
+        corner = jnp.where(below.reshape(*(1,) * (blocks.ndim - 2), BLOCK, BLOCK), blocks, 0)
+        inverse -= corner if step == 1 else _dot("...ij,...jk,...kl->...il", inverse, corner, inverse)
+        step *= 2
+    while step < lower.shape[-1]:
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        pairs = size // (2 * step)
-        blocks = lower.reshape(*lower.shape[:-2], pairs, 2, step, pairs, 2, step)[..., :, 1, :, :, 0, :]
-        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        corner = -_dot("...ij,...jk,...kl->...il", second, below, first)
+        corner = -_dot("...ij,...jk,...kl->...il", second, _diagonal_blocks(lower, step, 1), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         step *= 2
     return inverse[..., 0, :, :]
+
+
+def _diagonal_blocks(
+    x: Float[Array, "*dims token token"], size: int, below: int
+) -> Float[Array, "*dims block size size"]:
+    """Return the blocks on the diagonal; with `below` 1, every other one of those left of and below two of them."""
+    blocks = [
+        x[..., at + below * size : at + (1 + below) * size, at : at + size]
+        for at in range(0, x.shape[-1], (1 + below) * size)
+    ]
+    return jnp.stack(blocks, axis=-3)
 
 
 def _invert_backward(inverse: Array, back: Array) -> tuple[Array]:
