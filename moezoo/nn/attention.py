@@ -57,6 +57,7 @@ class Attention(Mixer):
     | `sinks` | a score per head, of a value of zero, that every query sees (Xiao et al., 2024, arXiv:2309.17453) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `window` | the tokens that a query sees, itself included |
+    | `gate` | a projection whose sigmoid is a factor of each head's result (Qiu et al., 2025, arXiv:2505.06708) |
     """
 
     splits_sequences: ClassVar[bool] = True
@@ -71,6 +72,7 @@ class Attention(Mixer):
     value_bias: Bias[Array, "kv_heads head_dim"] | None
     out_bias: Bias[Array, "embed"] | None
     sinks: Bias[Array, "heads"] | None
+    gate: Weight[Array, "embed -> heads head_dim"] | None
     rotary: Rotary = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
@@ -86,10 +88,12 @@ class Attention(Mixer):
         rotary: Rotary,
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
+        norm_around_one: bool = False,
         biases: Biases = "none",
         sinks: bool = False,
         clip: float | None = None,
         window: int | None = None,
+        gated: bool = False,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
@@ -103,8 +107,9 @@ class Attention(Mixer):
         self.query_norm = self.key_norm = None
         if norm_over != "nothing":
             query_size, key_size = (n * head_dim if norm_over == "projection" else head_dim for n in (heads, kv_heads))
-            self.query_norm = RMSNorm(query_size, norm_eps, dtype=dtype)
-            self.key_norm = RMSNorm(key_size, norm_eps, dtype=dtype)
+            self.query_norm, self.key_norm = (
+                RMSNorm(size, norm_eps, around_one=norm_around_one, dtype=dtype) for size in (query_size, key_size)
+            )
         self.query_bias = self.key_bias = self.value_bias = self.out_bias = None
         if biases != "none":
             self.query_bias = jnp.zeros((heads, head_dim), dtype)
@@ -113,6 +118,9 @@ class Attention(Mixer):
         if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
         self.sinks = jnp.zeros((heads,), dtype) if sinks else None
+        self.gate = None
+        if gated:
+            self.gate = normal(jax.random.fold_in(key, 0), (embed, heads, head_dim), std, dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
 
     def __call__(
@@ -137,7 +145,10 @@ class Attention(Mixer):
         else:
             k, v = past.state.with_token(kept, past)
             y = attend_whole(q, k, v, BothCoordinates(context.queries, past.keys), scoring)
-        y = project(rearrange(y, "b s k g h -> b s (k g) h"), self.out, inputs=2)
+        y = rearrange(y, "b s k g h -> b s (k g) h")
+        if self.gate is not None:
+            y = y * jax.nn.sigmoid(project(x, self.gate))
+        y = project(y, self.out, inputs=2)
         return MixerOutput(y, kept, self.out_bias)
 
     def prepare(self, context: Context) -> tuple[Turn, Interval | None]:

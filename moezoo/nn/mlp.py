@@ -55,11 +55,12 @@ class ClampedSwiGLU(Activation):
 
 
 class MLP(FeedForward):
-    """y = down(activation(gate x, up x))."""
+    """y = down(activation(gate x, up x)); with a `token_gate`, times the sigmoid of its one number per token."""
 
     gate: Weight[Array, "embed -> mlp"]
     up: Weight[Array, "embed -> mlp"]
     down: Weight[Array, "mlp -> embed"]
+    token_gate: Weight[Array, "embed -> token_gate"] | None
     activation: Activation = eqx.field(static=True)
 
     def __init__(
@@ -68,6 +69,7 @@ class MLP(FeedForward):
         mlp: int,
         *,
         activation: Activation = SWIGLU,
+        gated: bool = False,
         out_std: float,
         dtype: jnp.dtype,
         key: Array,
@@ -76,6 +78,7 @@ class MLP(FeedForward):
         self.gate = normal(keys[0], (embed, mlp), embed**-0.5, dtype)
         self.up = normal(keys[1], (embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
+        self.token_gate = normal(jax.random.fold_in(key, 0), (embed, 1), embed**-0.5, dtype) if gated else None
         self.activation = activation
 
     def __call__(
@@ -83,5 +86,10 @@ class MLP(FeedForward):
     ) -> FeedForwardOutput:
         """Apply the MLP to each token, padding included."""
         del context
-        x = execution.inner_group("mlp").enter(x)
-        return FeedForwardOutput(project(self.activation(project(x, self.gate), project(x, self.up)), self.down))
+        group = execution.inner_group("mlp")
+        part = group.enter(x)
+        y = project(self.activation(project(part, self.gate), project(part, self.up)), self.down)
+        if self.token_gate is not None:
+            # Before the sum over devices, so that routed and shared experts are summed together.
+            y = y * jax.nn.sigmoid(project(part, group.enter_parameters(self.token_gate)))
+        return FeedForwardOutput(y)

@@ -12,15 +12,18 @@ from moezoo.parallel.collectives import ALONE, InnerGroup, own_block
 class RMSNorm(eqx.Module):
     """x / sqrt(mean(x**2) + epsilon) * scale over the last dimension, computed in float32, returned in x's dtype.
 
+    With `around_one` the factor is 1 + scale, and `scale` starts at 0 in place of 1.
+
     The last dimension may be split over devices. The scale is whole, and the mean is over the whole dimension.
     """
 
     scale: Scale[Array, "norm"]
     epsilon: float = eqx.field(static=True)
+    around_one: bool = eqx.field(static=True)
 
-    def __init__(self, size: int, epsilon: float, *, dtype: jnp.dtype):
-        self.scale = jnp.ones((size,), dtype)
-        self.epsilon = epsilon
+    def __init__(self, size: int, epsilon: float, *, around_one: bool = False, dtype: jnp.dtype):
+        self.scale = (jnp.zeros if around_one else jnp.ones)((size,), dtype)
+        self.epsilon, self.around_one = epsilon, around_one
 
     def __call__(self, x: Float[Array, "*dims part"], group: InnerGroup = ALONE) -> Float[Array, "*dims part"]:
         """Return the normalised vectors.
@@ -37,5 +40,8 @@ class RMSNorm(eqx.Module):
         # Each part is counted once, however many devices have it.
         squares = group.leave(jnp.sum(wide**2, axis=-1, keepdims=True)) / (self.scale.shape[0] * (group.size // blocks))
         inverse = jax.lax.rsqrt(squares + self.epsilon)
+        scale = scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.around_one:
+            return (wide * inverse * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         # Released models multiply by the scale after the cast, in the dtype of x.
-        return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * inverse).astype(x.dtype) * scale.astype(x.dtype)

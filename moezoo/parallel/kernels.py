@@ -45,6 +45,7 @@ class Kernels(NamedTuple):
 
     grouped_matmul: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
+    delta_rule: tuple[str, ...] = ()
 
 
 ANY_BACKEND = Kernels()

@@ -153,7 +153,7 @@ class MeshExecution(Execution):
         """What programs are compiled for: as the mesh describes it, not this machine. None if it names no device."""
         return target_of(self.mesh)
 
-    def kernel(self, name: Literal["grouped_matmul", "attention"]) -> KernelOrder:
+    def kernel(self, name: Literal["grouped_matmul", "attention", "delta_rule"]) -> KernelOrder:
         """Return the argument `implementation` for calls of a kernel."""
         return KernelOrder(getattr(self.kernels, name), self.target)
 

@@ -24,10 +24,11 @@ POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)
 AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
-# and a bound on all numbers.
+# and a bound on all numbers; norms around one, and a gate.
 PARTS = {
     "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
     "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
+    "gate": {"norm_over": "head", "norm_around_one": True, "gated": True, "rotary": Rotary(2, 100.0)},
     "projection": {"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)},
 }
 
@@ -46,7 +47,7 @@ def test_equals_a_loop(name):
         y = y if bias is None else y + np.asarray(bias, np.float64)
         if norm is not None:
             together = y.reshape(BATCH, SEQ, -1) if name == "projection" else y
-            y = rms_norm(together, norm.scale, 0.1).reshape(y.shape)
+            y = rms_norm(together, np.asarray(norm.scale) + (name == "gate"), 0.1).reshape(y.shape)
         y = np.clip(y, -0.7, 0.7) if name == "projection" else y
         if not turned:
             return y
@@ -58,7 +59,10 @@ def test_equals_a_loop(name):
     v = part(layer.value, layer.value_bias, None, False)
     q = q.reshape(BATCH, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
     y = attention(q, k, v, POSITIONS, SEGMENTS, HEAD_DIM**-0.5, window=3)
-    wanted = np.einsum("bsnh,nhd->bsd", y.reshape(BATCH, SEQ, HEADS, HEAD_DIM), np.asarray(layer.out, np.float64))
+    y = y.reshape(BATCH, SEQ, HEADS, HEAD_DIM)
+    if layer.gate is not None:
+        y = y / (1 + np.exp(-part(layer.gate, None, None, False)))
+    wanted = np.einsum("bsnh,nhd->bsd", y, np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
     context = Context(AT, AT)
     found = jax.jit(lambda layer, x: layer(x, context, on_mesh(Execution())).leave(ALONE))(layer, x)

@@ -18,3 +18,13 @@ def test_formula():
     narrow = norm(jnp.asarray(x, jnp.bfloat16))
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(narrow, np.float64), wanted, rtol=4 * 2.0**-8)
+
+
+def test_a_scale_around_one():
+    """The stored number is what is added to one; it starts at zero, and is not rounded with it."""
+    x = 3 * np.random.default_rng(0).standard_normal((2, 5, 6), np.float32)
+    norm = RMSNorm(6, 0.1, around_one=True, dtype=jnp.dtype("bfloat16"))
+    assert not np.asarray(norm.scale).any()
+    small = jnp.full(6, 2.0**-10, jnp.bfloat16)
+    norm = eqx.tree_at(lambda n: n.scale, norm, small)
+    np.testing.assert_allclose(norm(jnp.asarray(x)), rms_norm(x, np.full(6, 1 + 2.0**-10), 0.1), rtol=10 * 2.0**-24)

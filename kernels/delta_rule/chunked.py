@@ -1,0 +1,244 @@
+"""Chunks of 64 tokens: products inside a chunk, and one step of a loop from chunk to chunk.
+
+Within a chunk with state S before it, A = I + tril(strength_i k_i k_j decay(j to i), -1) and its inverse give what each
+token writes: U - W S, with U = A^-1 (strength v) and W = A^-1 (strength k decay(to i)). With that
+
+    o = q decay(to i) S + tril(q_i k_j decay(j to i)) (U - W S)
+    S' = decay(whole) S + (k decay(i to end))^T (U - W S)
+
+(Yang et al., 2024, arXiv:2412.06464; per channel: Kimi Team, 2025, arXiv:2510.26692.) All in float32.
+
+Decays are sums of logarithms over the tokens between, never differences of running sums: these would lose what small
+decays say behind a large one. A decay per channel does not leave products of chunks as one factor; there, tokens of
+different blocks of 16 meet at the beginning of the later block: both factors are at most 1.
+
+Chunks are read in pieces. The gradient keeps the state before each piece, and makes everything else of it again.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from moezoo.kernels.delta_rule.base import Operands, Recalled, Start
+from moezoo.parallel.collectives import ATTENTION
+
+CHUNK = 64
+# The tokens among which decays per channel are taken pair by pair: [BLOCK, BLOCK, key_dim] numbers.
+BLOCK = 16
+# The chunks of a piece, which are computed side by side.
+PIECE = 8
+
+_dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+class _Floats(NamedTuple):
+    """The tokens of a piece: [batch, heads, chunks, CHUNK, dim], with a dimension `group` after heads where it varies.
+
+    Decays are [batch, heads, group, chunks, CHUNK, key_dim or 1].
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array
+    strength: Array
+
+
+class _Documents(NamedTuple):
+    """The documents of the tokens of a piece, and of the token before each of its chunks."""
+
+    segment: Int[Array, "batch chunks token"]
+    before: Int[Array, "batch chunks"]
+
+
+def rule(operands: Operands, start: Start) -> Recalled:
+    """Read chunk after chunk."""
+    o = operands
+    decay = o.decay if o.per_channel else o.decay[..., None]
+    tokens = o.segment.shape[1]
+    chunks = -(-tokens // CHUNK)
+    pieces = -(-chunks // PIECE)
+    size = -(-chunks // pieces)
+
+    def cut(x: Array, mode: Any = "constant") -> Array:
+        x = jnp.pad(x, ((0, 0), (0, pieces * size * CHUNK - tokens), *((0, 0),) * (x.ndim - 2)), mode=mode)
+        return x.reshape(x.shape[0], pieces, size, CHUNK, *x.shape[2:])
+
+    # Padding at the end: tokens of the last document that write nothing and do not decay.
+    floats = _Floats(*map(cut, (o.q, o.k, o.v, decay, o.strength)))
+    floats = _Floats(*(jnp.moveaxis(x, (1, 4), (0, 2)) for x in floats[:2]), *map(_groups_first, floats[2:]))
+    segment = cut(o.segment, "edge")
+    last = segment[..., -1]
+    before = jnp.concatenate([start.segment[:, None], last.reshape(len(last), -1)[:, :-1]], axis=1)
+    documents = _Documents(segment.swapaxes(0, 1), before.reshape(last.shape).swapaxes(0, 1))
+    result, state = _read(floats, documents, start.state)
+    result = jnp.moveaxis(result, (0, 2, 3), (1, 4, 5)).reshape(o.v.shape[0], -1, *o.v.shape[2:])
+    return Recalled(result[:, :tokens], state)
+
+
+def _groups_first(x: Array) -> Array:
+    """Take [batch, pieces, chunks, CHUNK, heads, group, ...] to [pieces, batch, heads, group, chunks, CHUNK, ...]."""
+    return jnp.moveaxis(x, (1, 4, 5), (0, 2, 3))
+
+
+@jax.custom_vjp
+def _read(floats: _Floats, documents: _Documents, initial: Array) -> tuple[Array, Array]:
+    return _forward(floats, documents, initial)[0]
+
+
+def _forward(floats: _Floats, documents: _Documents, initial: Array) -> tuple[tuple[Array, Array], Any]:
+    def step(state: Array, piece: tuple[_Floats, _Documents]) -> tuple[Array, tuple[Array, Array]]:
+        result, after = _piece(piece[0], state, piece[1])
+        return after, (result, state)
+
+    state, (result, states) = lax.scan(step, initial, (floats, documents))
+    # Named, so that a policy that saves them saves the loop as well.
+    result, states = (checkpoint_name(x, ATTENTION) for x in (result, states))
+    return (result, state), (floats, documents, states)
+
+
+def _backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[_Floats, None, Array]:
+    floats, documents, states = residuals
+    by_result, by_state = cotangents
+
+    def step(back: Array, piece: Any) -> tuple[Array, _Floats]:
+        floats, documents, state, by_result = piece
+        _, pull = jax.vjp(lambda floats, state: _piece(floats, state, documents), floats, state)
+        by_floats, by_state = pull((by_result, back))
+        return by_state, by_floats
+
+    by_initial, by_floats = lax.scan(step, by_state, (floats, documents, states, by_result), reverse=True)
+    return by_floats, None, by_initial
+
+
+_read.defvjp(_forward, _backward)
+
+
+def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Array]:
+    """Return the results of a piece, [batch, heads, group, chunks, CHUNK, value_dim], and the state after it."""
+    dtype, x = x.v.dtype, _Floats(*(one.astype(jnp.float32) for one in x))
+    segment, before = (one[:, None, None] for one in documents)
+    same = jnp.tril(segment[..., :, None] == segment[..., None, :])
+    reads, writes = (segment == one[..., None] for one in (before, segment[..., -1]))
+    reads, writes, keeps = reads[..., None], writes[..., None], (segment[..., -1] == before)[..., None]
+    pair = _pairs_per_channel if x.decay.shape[-1] > 1 else _pairs_per_head
+    writing, reading = (jnp.where(same, one, 0) for one in pair(x))
+    inverse = invert(x.strength[..., None] * writing)
+    q, k = x.q[:, :, None], x.k[:, :, None]
+    since = jnp.exp(jnp.cumsum(x.decay, -2))
+    until = jnp.exp(_after(x.decay))
+    u = _dot("...ij,...jv->...iv", inverse, x.strength[..., None] * x.v)
+    w = _dot("...ij,...jk->...ik", inverse, jnp.where(reads, x.strength[..., None] * since * k, 0))
+    tail = jnp.where(writes, k * until, 0)
+    whole = jnp.where(keeps, since[..., -1, :], 0)
+
+    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        u, w, tail, whole = chunk
+        written = u - _dot("...ik,...kv->...iv", w, state)
+        return whole[..., None] * state + _dot("...ik,...iv->...kv", tail, written), (state, written)
+
+    by_chunk = tuple(jnp.moveaxis(x, 3, 0) for x in (u, w, tail, whole))
+    after, (states, written) = lax.scan(step, state, by_chunk)
+    states, written = (jnp.moveaxis(x, 0, 3) for x in (states, written))
+    result = _dot("...ik,...kv->...iv", jnp.where(reads, since * q, 0), states)
+    return (result + _dot("...ij,...jv->...iv", reading, written)).astype(dtype), after
+
+
+def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims token channel"]:
+    """Sum the decays of the tokens after each one."""
+    shifted = jnp.pad(decay[..., 1:, :], ((0, 0),) * (decay.ndim - 2) + ((0, 1), (0, 0)))
+    return jnp.cumsum(shifted[..., ::-1, :], -2)[..., ::-1, :]
+
+
+def _between(decay: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """Sum the decays after each earlier token up to each later one, [..., later, earlier, ...]; 0 if it is not later.
+
+    `axis` is that of tokens in `decay`, from the end.
+    """
+    size = decay.shape[axis]
+    later = jnp.tril(jnp.ones((size, size), bool), -1)
+    later = later.reshape(*(1,) * (decay.ndim + axis), size, size, *(1,) * (-axis - 1))
+    return jnp.cumsum(jnp.where(later, jnp.expand_dims(decay, decay.ndim + axis + 1), 0), axis - 1)
+
+
+def _pairs_per_head(x: _Floats) -> tuple[Array, Array]:
+    """Return k_i k_j and q_i k_j times the decay from j to i, [..., CHUNK, CHUNK]; any number where i < j."""
+    faded = jnp.exp(_between(x.decay[..., 0], -1))
+    one = lambda y: _dot("...ik,...jk->...ij", y, x.k)[:, :, None] * faded  # noqa: E731
+    return one(x.k), one(x.q)
+
+
+def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
+    """Return the same for decays per channel, block by block of `BLOCK` tokens."""
+    count = CHUNK // BLOCK
+
+    def cut(x: Array) -> Array:
+        return x.reshape(*x.shape[:-2], count, BLOCK, x.shape[-1])
+
+    q, k, decay = cut(x.q[:, :, None]), cut(x.k[:, :, None]), cut(x.decay)
+    faded = k[..., None, :, :] * jnp.exp(_between(decay, -2))
+    inside = [jnp.einsum("...nik,...nijk->...nij", y, faded, precision=lax.Precision.HIGHEST) for y in (k, q)]
+    since, until, whole = jnp.exp(jnp.cumsum(decay, -2)), _after(decay), decay.sum(-2)
+    rows: tuple[list[Array], list[Array]] = [], []
+    for later in range(count):
+        # From each earlier block's token to the beginning of this one.
+        earlier = [
+            k[..., n, :, :] * jnp.exp(until[..., n, :, :] + whole[..., n + 1 : later, :].sum(-2)[..., None, :])
+            for n in range(later)
+        ]
+        for row, y, own in zip(rows, (k, q), inside, strict=True):
+            left = y[..., later, :, :] * since[..., later, :, :]
+            blocks = [_dot("...ik,...jk->...ij", left, right) for right in earlier]
+            wide = jnp.concatenate([*blocks, own[..., later, :, :]], axis=-1)
+            row.append(jnp.pad(wide, ((0, 0),) * (wide.ndim - 1) + ((0, CHUNK - wide.shape[-1]),)))
+    return jnp.concatenate(rows[0], axis=-2), jnp.concatenate(rows[1], axis=-2)
+
+
+@jax.custom_vjp
+def invert(lower: Float[Array, "*dims token token"]) -> Float[Array, "*dims token token"]:
+    """Return the inverse of I + tril(`lower`, -1), a power of two of rows; other numbers of `lower` are not read.
+
+    From the inverses of blocks on the diagonal follow those of blocks twice as large. All of them are parts of the
+    result, so nothing large cancels, as it does in products of (I - N)(I + N^2)(I + N^4) for tokens with equal keys.
+    """
+    blocks = _diagonal_blocks(lower, BLOCK, 0)
+    number = lax.iota(jnp.int32, BLOCK)
+    inverse = jnp.broadcast_to(jnp.eye(BLOCK, dtype=lower.dtype), blocks.shape)
+    step = 1
+    while step < BLOCK:
+        half = number // step
+        below = (half[:, None] == half[None] + 1) & (half[None] % 2 == 0)
+        corner = jnp.where(below.reshape(*(1,) * (blocks.ndim - 2), BLOCK, BLOCK), blocks, 0)
+        inverse -= corner if step == 1 else _dot("...ij,...jk,...kl->...il", inverse, corner, inverse)
+        step *= 2
+    while step < lower.shape[-1]:
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_dot("...ij,...jk,...kl->...il", second, _diagonal_blocks(lower, step, 1), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        step *= 2
+    return inverse[..., 0, :, :]
+
+
+def _diagonal_blocks(
+    x: Float[Array, "*dims token token"], size: int, below: int
+) -> Float[Array, "*dims block size size"]:
+    """Return the blocks on the diagonal; with `below` 1, every other one of those left of and below two of them."""
+    blocks = [
+        x[..., at + below * size : at + (1 + below) * size, at : at + size]
+        for at in range(0, x.shape[-1], (1 + below) * size)
+    ]
+    return jnp.stack(blocks, axis=-3)
+
+
+def _invert_backward(inverse: Array, back: Array) -> tuple[Array]:
+    gradient = -_dot("...ji,...jk,...lk->...il", inverse, back, inverse)
+    return (jnp.tril(gradient, -1),)
+
+
+invert.defvjp(lambda lower: (invert(lower),) * 2, _invert_backward)

@@ -1,0 +1,293 @@
+"""Mixers with a state in place of keys and values: the gated delta rule (Yang et al., 2024, arXiv:2412.06464).
+
+    q, k, v = silu(convolution(query x)), silu(convolution(key x)), silu(convolution(value x))
+    S <- exp(decay(x)) S;  S <- S + k (strength (v - S^T k))^T;  o = S^T q          # moezoo.kernels.delta_rule
+    y = out (norm(o) * gate(x))
+
+with q and k divided by their norms and q by sqrt(head_dim) as well. Each key head serves the next `group` value heads.
+
+| | decay | gate |
+|---|---|---|
+| Gated DeltaNet | one per value head | silu of a projection |
+| Kimi Delta Attention (Kimi Team, 2025, arXiv:2510.26692) | one per channel of a key, low rank | sigmoid, low rank |
+"""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
+
+from moezoo.errors import UserError
+from moezoo.kernels.delta_rule import Operands, Start, delta_rule, span_map
+from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.cache import Kept, Past, State
+from moezoo.nn.linear import draws_numbers, normal, project
+from moezoo.nn.norm import RMSNorm
+from moezoo.nn.positions import Context
+from moezoo.nn.short_convolution import ShortConvolution, last
+from moezoo.nn.split_text import SplitText
+from moezoo.parallel.axes import Bias, Scale, Weight
+from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.mesh_execution import MeshExecution
+
+# Below the root of the norms of queries and keys.
+_TINY = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of a mixer by the delta rule: heads of keys and of values, their dimensions, and the convolution's taps."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise UserError(
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each key head serves "
+                f"as many value heads; choose a multiple of {self.key_heads}"
+            )
+
+
+class HeadDecay(eqx.Module):
+    """One decay per value head: -exp(rate) softplus(weight x + bias), in float32 behind the product."""
+
+    weight: Weight[Array, "embed -> heads"]
+    rate: Scale[Array, "heads"]
+    bias: Bias[Array, "heads"]
+
+    def __init__(self, embed: int, sizes: DeltaSizes, *, dtype: jnp.dtype, key: Array):
+        first, second = jax.random.split(key)
+        self.weight = normal(first, (embed, sizes.value_heads), embed**-0.5, dtype)
+        self.rate, self.bias = _rates(second, sizes, dtype), jnp.ones((sizes.value_heads,), dtype)
+
+    def __call__(self, x: Float[Array, "batch seq embed"], group: InnerGroup) -> Float[Array, "batch seq heads"]:
+        """Return the logarithms of factors."""
+        at = project(group.enter(x), self.weight).astype(jnp.float32) + _wide(self.bias)[None, None]
+        return -jnp.exp(_wide(self.rate))[None, None] * jax.nn.softplus(at)
+
+
+class ChannelDecay(eqx.Module):
+    """One decay per channel of the key, of low rank, in float32 behind the products.
+
+    -exp(rate) softplus(up down x + bias); with `lowest`, which bounds it, lowest sigmoid(exp(rate) (up down x + bias)).
+    """
+
+    down: Weight[Array, "embed -> decay_lora"]
+    up: Weight[Array, "decay_lora -> heads head_dim"]
+    rate: Scale[Array, "heads"]
+    bias: Bias[Array, "heads head_dim"]
+    lowest: float | None = eqx.field(static=True)
+
+    def __init__(
+        self, embed: int, sizes: DeltaSizes, *, rank: int, lowest: float | None = None, dtype: jnp.dtype, key: Array
+    ):
+        keys = jax.random.split(key, 3)
+        heads, dim = sizes.value_heads, sizes.key_dim
+        self.down = normal(keys[0], (embed, rank), embed**-0.5, dtype)
+        self.up = normal(keys[1], (rank, heads, dim), rank**-0.5, dtype)
+        self.rate, self.bias, self.lowest = _rates(keys[2], sizes, dtype), jnp.ones((heads, dim), dtype), lowest
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], group: InnerGroup
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Return the logarithms of factors."""
+        low = group.enter(project(x, self.down))
+        at = project(low, self.up).astype(jnp.float32) + _wide(self.bias)[None, None]
+        rate = jnp.exp(_wide(self.rate))[None, None, :, None]
+        return -rate * jax.nn.softplus(at) if self.lowest is None else self.lowest * jax.nn.sigmoid(rate * at)
+
+
+class FullGate(eqx.Module):
+    """silu(weight x), float32."""
+
+    weight: Weight[Array, "embed -> heads head_dim"]
+
+    def __init__(self, embed: int, sizes: DeltaSizes, *, dtype: jnp.dtype, key: Array):
+        self.weight = normal(key, (embed, sizes.value_heads, sizes.value_dim), embed**-0.5, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], group: InnerGroup
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Return the factors of results."""
+        return jax.nn.silu(project(group.enter(x), self.weight).astype(jnp.float32))
+
+
+class LowRankGate(eqx.Module):
+    """sigmoid(up down x), float32."""
+
+    down: Weight[Array, "embed -> gate_lora"]
+    up: Weight[Array, "gate_lora -> heads head_dim"]
+
+    def __init__(self, embed: int, sizes: DeltaSizes, *, rank: int, dtype: jnp.dtype, key: Array):
+        first, second = jax.random.split(key)
+        self.down = normal(first, (embed, rank), embed**-0.5, dtype)
+        self.up = normal(second, (rank, sizes.value_heads, sizes.value_dim), rank**-0.5, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], group: InnerGroup
+    ) -> Float[Array, "batch seq heads head_dim"]:
+        """Return the factors of results."""
+        return jax.nn.sigmoid(project(group.enter(project(x, self.down)), self.up).astype(jnp.float32))
+
+
+def _rates(key: Array, sizes: DeltaSizes, dtype: jnp.dtype) -> Array:
+    """Draw exp(rate) between 0.01 and 16, evenly."""
+    if not draws_numbers.value:
+        return jnp.zeros((sizes.value_heads,), dtype)
+    return jnp.log(jax.random.uniform(key, (sizes.value_heads,), minval=0.01, maxval=16.0)).astype(dtype)
+
+
+def _unit(x: Float[Array, "*dims head_dim"]) -> Float[Array, "*dims head_dim"]:
+    """Divide each vector by its norm, in float32."""
+    wide = _wide(x)
+    return wide * lax.rsqrt(jnp.sum(wide**2, axis=-1, keepdims=True) + _TINY)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.float32)
+
+
+class Inputs(NamedTuple):
+    """The inputs of the convolutions of each token: what becomes its query, key and value."""
+
+    query: Any
+    key: Any
+    value: Any
+
+
+class Memory(State):
+    """What a layer keeps of a text, whatever its length: the last inputs of the convolutions, and the states.
+
+    The inputs are [batch, taps - 1, heads, dim] each; the state is float32 [batch, heads, key_dim, value_dim].
+    """
+
+    inputs: Inputs
+    matrix: Any
+
+    def fill(self, kept: tuple[Inputs, Array]) -> "Memory":
+        """Keep what the prompt left."""
+        return Memory(0, *kept)
+
+    def advance(self, fresh: tuple[Inputs, Array], column: Int[Array, ""]) -> "Memory":
+        """Keep what the token left."""
+        del column
+        return Memory(0, *fresh)
+
+
+class DeltaMixer(Mixer):
+    """A mixer by the gated delta rule.
+
+    On a split sequence (`moezoo.nn.split_text`) each device makes the map by which its tokens change states, all maps
+    are gathered, and each device applies those of earlier tokens; of the convolutions' inputs the last ones travel.
+    """
+
+    splits_sequences: ClassVar[bool] = True
+    query: Weight[Array, "embed -> heads head_dim"]
+    key: Weight[Array, "embed -> heads head_dim"]
+    value: Weight[Array, "embed -> heads head_dim"]
+    convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution]
+    decay: HeadDecay | ChannelDecay
+    strength: Weight[Array, "embed -> heads"]
+    gate: FullGate | LowRankGate
+    norm: RMSNorm
+    out: Weight[Array, "heads head_dim -> embed"]
+
+    def __init__(
+        self,
+        embed: int,
+        sizes: DeltaSizes,
+        decay: HeadDecay | ChannelDecay,
+        gate: FullGate | LowRankGate,
+        *,
+        epsilon: float,
+        out_std: float,
+        dtype: jnp.dtype,
+        key: Array,
+    ):
+        keys = jax.random.split(key, 8)
+        s = sizes
+        shapes = (s.key_heads, s.key_dim), (s.key_heads, s.key_dim), (s.value_heads, s.value_dim)
+        self.query, self.key, self.value = (
+            normal(one, (embed, *shape), embed**-0.5, dtype) for one, shape in zip(keys, shapes, strict=False)
+        )
+        first, second, third = (
+            ShortConvolution(s.taps, *shape, dtype=dtype, key=one) for one, shape in zip(keys[3:], shapes, strict=False)
+        )
+        self.convolutions = first, second, third
+        self.decay, self.gate = decay, gate
+        self.strength = normal(keys[6], (embed, s.value_heads), embed**-0.5, dtype)
+        self.norm = RMSNorm(s.value_dim, epsilon, dtype=dtype)
+        wide = s.value_heads * s.value_dim
+        self.out = normal(keys[7], (s.value_heads, s.value_dim, embed), out_std * wide**-0.5, dtype)
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
+    ) -> MixerOutput:
+        """Mix these tokens, or with a `past` one token with the state of those before."""
+        heads, order = execution.inner_group("heads"), execution.kernel("delta_rule")
+        segment, wide = context.queries.segment, heads.enter(x)
+        inputs = Inputs(*(project(wide, weight) for weight in (self.query, self.key, self.value)))
+        strength = jax.nn.sigmoid(project(wide, self.strength).astype(jnp.float32))
+        decay, text = self.decay(x, heads), None
+        if past is None:
+            text = SplitText.of(context, execution.sequence_group, type(self).__name__)
+            inputs, strength, decay, segment = text.cut((inputs, strength, decay, segment))
+            before = Inputs(*(text.last_before(x, self._reach, 0) for x in inputs))
+            segment_before = text.last_before(segment, self._reach, -1)
+        else:
+            kept: Memory = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, past.layer, keepdims=False), past.state)
+            before, segment_before = kept.inputs, jnp.broadcast_to(segment, (len(segment), self._reach))
+        q, k, v = (
+            convolution(x, segment, old, segment_before)
+            for convolution, x, old in zip(self.convolutions, inputs, before, strict=True)
+        )
+        by_key = lambda x: rearrange(x, "b s (h g) ... -> b s h g ...", h=k.shape[2])  # noqa: E731
+        operands = Operands(
+            _unit(q) * q.shape[-1] ** -0.5, _unit(k), by_key(v), by_key(decay), by_key(strength), segment
+        )
+        if text is None:
+            start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=k.shape[2]))
+        elif len(text.chunks) > 1:
+            last_segment = segment_before[:, -1]
+            start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
+        else:
+            start = None
+        result, state = delta_rule(operands, start, order)
+        result = rearrange(result, "b s h g v -> b s (h g) v")
+        y = heads.enter_parameters(self.norm)(result if text is None else text.join(result))
+        y = (y.astype(jnp.float32) * self.gate(x, heads)).astype(x.dtype)
+        left = Inputs(
+            *(
+                last(jnp.concatenate(pair, 1), jnp.concatenate([segment_before, segment], 1), self._reach)
+                for pair in zip(before, inputs, strict=True)
+            )
+        )
+        return MixerOutput(project(y, self.out, inputs=2), (left, rearrange(state, "b h g k v -> b (h g) k v")))
+
+    def prepare(self, context: Context) -> PyTree:
+        """Return None: nothing depends on coordinates alone."""
+        del context
+
+    def state(self, length: int) -> Memory:
+        """Declare the inputs and the states, whatever the length."""
+        del length
+        inputs: Any = (
+            Kept({"tap": self._reach, "heads": w.shape[-2], "head_dim": w.shape[-1]})
+            for w in (self.query, self.key, self.value)
+        )
+        *_, heads, value_dim = self.value.shape
+        matrix: Any = Kept({"heads": heads, "key_dim": self.key.shape[-1], "value_dim": value_dim})
+        return Memory(0, Inputs(*inputs), matrix)
+
+    @property
+    def _reach(self) -> int:
+        return self.convolutions[0].reach

@@ -1,0 +1,238 @@
+"""Mixers by the delta rule, against loops over tokens in float64; in parts, on meshes, and behind a cache."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from refusals import refused
+
+from moezoo.nn.cache import Past
+from moezoo.nn.delta import ChannelDecay, DeltaMixer, DeltaSizes, FullGate, HeadDecay, LowRankGate
+from moezoo.nn.positions import make_context
+from moezoo.nn.short_convolution import ShortConvolution, last
+from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.execution import Execution
+from moezoo.parallel.mesh import MeshShape, make_mesh
+from moezoo.parallel.mesh_execution import on_mesh
+from moezoo.parallel.rules import Rules
+
+EMBED, BATCH, SEQ, EPSILON = 8, 2, 24, 1e-5
+SIZES = DeltaSizes(key_heads=2, value_heads=4, key_dim=4, value_dim=3)
+SAME = DeltaSizes(key_heads=4, value_heads=4, key_dim=4, value_dim=3, taps=3)
+F32 = jnp.dtype("float32")
+# Sums of some hundred products of numbers of order one, each rounded to float32.
+PRECISION = 200 * 2.0**-24
+
+
+@functools.cache
+def mixer(name: str) -> DeltaMixer:
+    """Return a mixer of each kind, with numbers in place of ones and zeros."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    sizes = SIZES if name == "gated" else SAME
+    if name == "gated":
+        parts = HeadDecay(EMBED, sizes, dtype=F32, key=keys[0]), FullGate(EMBED, sizes, dtype=F32, key=keys[1])
+    else:
+        lowest = -5.0 if name == "kimi safe" else None
+        decay = ChannelDecay(EMBED, sizes, rank=3, lowest=lowest, dtype=F32, key=keys[0])
+        parts = decay, LowRankGate(EMBED, sizes, rank=3, dtype=F32, key=keys[1])
+    made = DeltaMixer(EMBED, sizes, *parts, epsilon=EPSILON, out_std=1.0, dtype=F32, key=keys[2])
+    draw = np.random.default_rng(0)
+    moved = lambda x: x + draw.uniform(-0.3, 0.3, x.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(moved, made)
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """Return x sigmoid(x)."""
+    return x / (1 + np.exp(-x))
+
+
+def naive(m: Any, x: np.ndarray) -> np.ndarray:
+    """Return the result for the tokens [tokens, embed] of one document, in float64, token by token."""
+    m = jax.tree.map(lambda w: np.asarray(w, np.float64), m)
+    x = x.astype(np.float64)
+    softplus, sigmoid = lambda y: np.logaddexp(0, y), lambda y: 1 / (1 + np.exp(-y))
+
+    def filtered(weight: Any, convolution: Any) -> np.ndarray:
+        made, taps = np.einsum("td,dhk->thk", x, weight), len(convolution.weight)
+        y = np.zeros_like(made)
+        for t in range(len(x)):
+            for back in range(min(taps, t + 1)):
+                y[t] += convolution.weight[taps - 1 - back] * made[t - back]
+        return silu(y)
+
+    q, k, v = map(filtered, (m.query, m.key, m.value), m.convolutions)
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    q = q / np.sqrt(q.shape[-1])
+    d, g = m.decay, m.gate
+    if hasattr(d, "weight"):
+        decay = (-np.exp(d.rate) * softplus(x @ d.weight + d.bias))[..., None]
+        gate = silu(np.einsum("td,dhv->thv", x, g.weight))
+    else:
+        at = np.einsum("td,dr,rhk->thk", x, d.down, d.up) + d.bias
+        rate = np.exp(d.rate)[:, None]
+        decay = -rate * softplus(at) if d.lowest is None else d.lowest * sigmoid(rate * at)
+        gate = sigmoid(np.einsum("td,dr,rhv->thv", x, g.down, g.up))
+    strength, heads = sigmoid(x @ m.strength), v.shape[1]
+    each = heads // k.shape[1]
+    out = np.zeros_like(v)
+    for h in range(heads):
+        state = np.zeros((k.shape[2], v.shape[2]))
+        for t in range(len(x)):
+            state = np.exp(decay[t, h])[:, None] * state
+            state = state + np.outer(k[t, h // each], strength[t, h] * (v[t, h] - state.T @ k[t, h // each]))
+            out[t, h] = state.T @ q[t, h // each]
+    normed = out / np.sqrt((out**2).mean(-1, keepdims=True) + EPSILON) * m.norm.scale
+    return np.einsum("thv,hvd->td", normed * gate, m.out)
+
+
+def coordinates(*lengths: list[int], tokens: int = SEQ) -> Coordinates:
+    """Return rows of documents of these lengths, with padding behind them."""
+    position, segment = np.zeros((2, len(lengths), tokens), np.int32)
+    for row, documents in enumerate(lengths):
+        at = 0
+        for number, length in enumerate(documents, 1):
+            position[row, at : at + length], segment[row, at : at + length] = np.arange(length), number
+            at += length
+    return Coordinates(jnp.asarray(position), jnp.asarray(segment))
+
+
+# Documents begin next to each other, in the middle of chunks, and one fills its row.
+AT = coordinates([2, 1, 9, 12], [24])
+X, COTANGENT = np.random.default_rng(1).standard_normal((2, BATCH, SEQ, EMBED)).astype(np.float32)
+
+
+def run(execution: Any, order: Any, m: Any, x: Any, at: Any, cotangent: Any) -> Any:
+    """Return the layer's value, and its gradients by weights and input; heads are summed."""
+
+    def layer(m: Any, x: Any) -> Any:
+        return m(x, make_context(at, execution, order), execution).leave(execution.inner_group("heads"))
+
+    value, pull = jax.vjp(layer, m, x)
+    return value, *pull(cotangent)
+
+
+@functools.cache
+def alone(name: str) -> Any:
+    """Return value and gradients on one device."""
+    return jax.jit(functools.partial(run, on_mesh(Execution()), "contiguous"))(mixer(name), X, AT, COTANGENT)
+
+
+@pytest.mark.parametrize("name", ["gated", "kimi", "kimi safe"])
+def test_documents_are_read_alone(name):
+    """A packed document has the result of its own loop."""
+    value = np.asarray(alone(name)[0])
+    for row in range(BATCH):
+        for number in range(1, int(AT.segment[row].max()) + 1):
+            mine = np.asarray(AT.segment[row]) == number
+            np.testing.assert_allclose(value[row][mine], naive(mixer(name), X[row][mine]), atol=PRECISION)
+
+
+MESHES = {
+    "contiguous": (MeshShape(data=2, context=4), {}, "contiguous"),
+    "balanced": (MeshShape(context=4), {}, "balanced"),
+    "heads": (MeshShape(tensor=2, context=2), {"heads": ("tensor",), "kv_heads": ("tensor",)}, "balanced"),
+}
+
+
+@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_devices_that_share_a_sequence_and_heads(name, where):
+    """Value and gradients are those of one device; several chunks lie in one document, several documents in one."""
+    shape, kept, order = MESHES[where]
+    mesh = make_mesh(shape)
+    rules = Rules("mine", kept, kept, ("data",), ("context",))
+    execution = on_mesh(Execution(mesh=mesh, rules=rules, sequence_order=order))
+    lies, split = execution.token_order(SEQ), execution.tokens_spec
+    weights: Any = execution.specs(mixer(name))
+    mapped = jax.shard_map(
+        functools.partial(run, execution, order),
+        mesh=mesh,
+        in_specs=(weights, split, split, split),
+        out_specs=(split, weights, split),
+    )
+    arrays = jax.tree.map(lambda x: x[:, lies], (X, AT, COTANGENT))
+    found, back = jax.jit(mapped)(mixer(name), *arrays), np.argsort(lies)
+    found = found[0][:, back], found[1], found[2][:, back]
+    for result, want in zip(jax.tree.leaves(found), jax.tree.leaves(alone(name)), strict=True):
+        np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 7])
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_token_by_token_behind_a_prompt(name, prompt):
+    """A prompt with padding before it, then tokens one by one, give what the whole text gives; states stay as kept."""
+    m, execution = mixer(name), on_mesh(Execution())
+    whole = naive(m, X[0])
+    pad = 3
+    x = np.concatenate([np.ones((1, pad, EMBED), np.float32), X[:1]], axis=1)
+    segment = np.concatenate([np.zeros((1, pad), np.int32), np.ones((1, SEQ), np.int32)], axis=1)
+
+    def at(first: int, after: int) -> Any:
+        tokens = jnp.asarray(segment[:, first:after])
+        return make_context(Coordinates(jnp.arange(first, after, dtype=jnp.int32)[None], tokens), execution)
+
+    read = jax.jit(lambda x, context: m(x, context, execution)[:2])
+    y, kept = read(x[:, : pad + prompt], at(0, pad + prompt))
+    np.testing.assert_allclose(y[0, pad:], whole[:prompt], atol=PRECISION)
+    state = jax.tree.map(lambda x: x[None], m.state(SEQ).fill(kept))
+    step = jax.jit(lambda x, state, context: m(x, context, execution, Past(state, jnp.int32(0), jnp.int32(0)))[:2])
+    states = []
+    for t in range(prompt, SEQ):
+        states.append(state)
+        y, fresh = step(x[:, pad + t : pad + t + 1], state, at(pad + t, pad + t + 1))
+        np.testing.assert_allclose(y[0, 0], whole[t], atol=PRECISION)
+        state = state.advance(jax.tree.map(lambda x: x[None], fresh), jnp.int32(t))
+    # From a state that was kept, the same token gives the same numbers again.
+    again, _ = step(x[:, pad + prompt : pad + prompt + 1], states[0], at(pad + prompt, pad + prompt + 1))
+    np.testing.assert_allclose(again[0, 0], whole[prompt], atol=PRECISION)
+    shapes = jax.tree.map(lambda kept: tuple(kept.sizes.values()), m.state(5), is_leaf=lambda x: hasattr(x, "sizes"))
+    assert jax.tree.leaves(jax.tree.map(lambda x: x.shape[2:], state)) == jax.tree.leaves(shapes)
+
+
+@pytest.mark.parametrize(("taps", "has_bias", "activates"), [(3, False, False), (4, True, True)])
+def test_short_convolution(taps, has_bias, activates):
+    """Against a loop; nothing crosses documents, and a text may be read in parts."""
+    layer = ShortConvolution(taps, 2, 3, has_bias=has_bias, activates=activates, dtype=F32, key=jax.random.key(1))
+    if has_bias:
+        layer = jax.tree.map(lambda x: x + 0.5, layer)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 9, 2, 3)), jnp.float32)
+    segment = jnp.asarray([[1, 1, 1, 2, 2, 3, 3, 3, 3]], jnp.int32)
+    wanted = np.zeros(x.shape, np.float32)
+    for t in range(9):
+        for back in range(taps):
+            if t - back >= 0 and segment[0, t - back] == segment[0, t]:
+                wanted[0, t] += np.asarray(layer.weight[taps - 1 - back]) * x[0, t - back]
+        wanted[0, t] += 0 if layer.bias is None else np.asarray(layer.bias)
+    wanted = silu(wanted) if activates else wanted
+    zeros, none, same = jnp.zeros((1, taps - 1, 2, 3)), *(jnp.full((1, taps - 1), n, jnp.int32) for n in (-1, 3))
+    np.testing.assert_allclose(layer(x, segment, zeros, none), wanted, atol=1e-6)
+    cut, reach = 7, layer.reach
+    rest = layer(x[:, cut:], segment[:, cut:], x[:, cut - reach : cut], segment[:, cut - reach : cut])
+    np.testing.assert_allclose(rest, wanted[:, cut:], atol=1e-6)
+    kept = last(x[:, :cut], segment[:, :cut], reach)
+    rest = layer(x[:, cut:], segment[:, cut:], kept, same)
+    np.testing.assert_allclose(rest, wanted[:, cut:], atol=1e-6)
+
+
+def test_refusals():
+    with refused("value_heads=6 is not a multiple of key_heads=4", "choose a multiple of 4"):
+        DeltaSizes(4, 6, 8, 8)
+    rules = Rules("mine", {}, {}, (), ("context",))
+    mesh = make_mesh(MeshShape(context=4))
+    execution = on_mesh(Execution(mesh=mesh, rules=rules))
+
+    def read(order: Any, length: int) -> Any:
+        at = Coordinates(*(jnp.ones((1, length), jnp.int32),) * 2)
+        layer = lambda x, at: mixer("gated")(x, make_context(at, execution, order), execution).y  # noqa: E731
+        split: Any = PartitionSpec(None, "context")
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=(split, split), out_specs=split)
+        return jax.eval_shape(mapped, jnp.ones((1, length, EMBED)), at)
+
+    with refused("mixer DeltaMixer reads tokens in order", "the order on 4 devices is unknown"):
+        read(None, 16)
+    with refused("chunks of 2 tokens are shorter than the 3 tokens that a layer reads of the chunk before"):
+        read("contiguous", 8)
