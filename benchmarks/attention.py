@@ -79,9 +79,14 @@ def _rows(tokens: int) -> int:
     return max(1, _TOKENS // tokens)
 
 
-def operands_of(tokens: int, sizes: Any) -> tuple[tuple[np.ndarray, ...], tuple[Coordinates], np.ndarray]:
-    """Return queries, keys and values; their positions and segments; the cotangent of the result."""
-    rng, batch = np.random.default_rng(0), _rows(tokens)
+def operands_of(
+    tokens: int, sizes: Any, rows: int | None = None
+) -> tuple[tuple[np.ndarray, ...], tuple[Coordinates], np.ndarray]:
+    """Return queries, keys and values; their positions and segments; the cotangent of the result.
+
+    A batch has `rows` rows, or as many as make 1024 tokens.
+    """
+    rng, batch = np.random.default_rng(0), rows or _rows(tokens)
     heads = sizes.kv_heads, sizes.group
     shapes = (*heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.value_dim)
     *qkv, back = (

@@ -295,6 +295,21 @@ class Attention(Typed, Timed):
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaRule(Typed, Timed):
+    """Keys of `delta_rule`."""
+
+    tokens: tuple[Size, ...] = key(
+        "tokens of the row, by default powers of 2 from 1024 to 32768",
+        "N",
+        default=(1024, 2048, 4096, 8192, 16384, 32768),
+    )
+    key_heads: Size = key("key heads", default=2)
+    group: Size = key("value heads per key head", default=2)
+    head_dim: Size = key("dimensions of a key and of a value", default=64)
+    absent: tuple[str, ...] = key("compile for these devices instead of running", "NAME", default=())
+
+
+@dataclasses.dataclass(frozen=True)
 class Compile(WithShapes):
     """Keys of `compile`."""
 
@@ -359,6 +374,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             attention,
             compiled,
             data,
+            delta_rule,
             few_bits,
             generate,
             kernels,
@@ -374,6 +390,7 @@ def _run(part: str, kind: type[Keys], arguments: Sequence[str]) -> None:
             "grouped_matmul": lambda: kernels.run(part, keys),
             "moe_layer": lambda: kernels.run(part, keys),
             "attention": lambda: attention.run(keys),
+            "delta_rule": lambda: delta_rule.run(keys),
             "train_step": lambda: (train_peer if keys.peer else train_step).run(keys),
             "profile": lambda: profile.run(keys, taken.rest),
             "strategies": lambda: strategies.run(keys, taken.rest),
@@ -438,6 +455,13 @@ _PARTS = (
         "backends of attention by length: time and temporary memory",
         "tokens=128 tokens=1024 kv_heads=8 group=1",
         "absent=h200 absent=v5p tokens=2048 head_dim=128 value_dim=128",
+    ),
+    _part(
+        "delta_rule",
+        DeltaRule,
+        "the gated delta rule by length, beside attention of equal width: time and temporary memory",
+        "tokens=1024 tokens=4096",
+        "absent=h200 absent=v5p tokens=4096 key_heads=16 head_dim=128",
     ),
     _part("generate", Generate, "generation next to transformers, or under several layouts", "call=8x32x64", _SERVED),
     _part("load", Load, "loading a Hugging Face folder: time and memory", "gb=1 layout=mesh=single layout=mesh=ep8"),

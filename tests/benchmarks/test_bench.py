@@ -285,6 +285,17 @@ def test_default_layouts(model):
     Turns([(layout, [*overrides("model", model), *layout.split()]) for layout in LAYOUTS], [], {})
 
 
+def test_delta_rule(capsys):
+    """One result per kind of decay and for attention, by length and pass."""
+    code, out, _ = bench(capsys, "delta_rule", "tokens=80", "key_heads=1", "head_dim=4", *QUICK, "out=new")
+    assert not code
+    assert "of attention" in out
+    rows = json.loads(Path("new/rows.json").read_text())
+    assert [r["implementation"] for r in rows] == ["per_head", "per_channel", "attention"] * 2
+    assert all(r["ms"] > 0 for r in rows)
+    assert all(r["temporary_bytes"] > 0 for r in rows)
+
+
 def test_attention(capsys):
     """One result per backend, length and pass; a table with ratios, and a picture."""
     options = ["tokens=8", "tokens=96", "kv_heads=1", "group=2", "head_dim=4", "value_dim=3", "documents=3", *QUICK]
