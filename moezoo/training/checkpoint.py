@@ -30,6 +30,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+from jaxtyping import PyTree
 
 from moezoo.config.run_folders import SUMS, numbered, steps
 from moezoo.config.settings import TrainConfig
@@ -333,11 +334,10 @@ def restore(folder: Path, step: int, about: Mapping[str, Any], **targets: Any) -
         mask = jax.tree_util.tree_map_with_path(lambda path, _: array_name(path) in frozen, targets["model"])
         parts[folder, FROZEN], parts[folder / str(step), "model"] = eqx.partition(targets["model"], mask)
     restored: dict[str, Any] = {}
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         for (where, name), target in parts.items():
             try:
-                wanted = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
-                restored[name] = reader.restore(absolute(where), args=wanted)[name]
+                restored[name] = _read_tree(reader, absolute(where / name), target)
             except Exception as error:  # orbax raises many kinds; the files themselves are undamaged
                 check_kept(folder / str(step))
                 raise UserError(f"{where / name} cannot be read ({_shorten(error)})") from None
@@ -373,6 +373,22 @@ def _describe_arrays(tree: Any) -> dict[str, list]:
     """Return the dtype and shape of every array, by a name that is the same for modules and tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {array_name(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves}
+
+
+def _read_tree(reader: Any, folder: Any, target: PyTree) -> PyTree:
+    """Return the tree of `target` with the arrays of the same names in `folder`.
+
+    orbax compares empty fields too, which a module of another version may have more or less of. So it is asked for the
+    tree that it has.
+    """
+    import orbax.checkpoint as ocp
+
+    by_name = {array_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(target)}
+    stored = reader.metadata(folder).item_metadata.tree
+    wanted = jax.tree_util.tree_map_with_path(lambda path, _: by_name[array_name(path)], stored)
+    found = reader.restore(folder, args=ocp.args.StandardRestore(wanted))
+    arrays = {array_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[array_name(path)], target)
 
 
 def array_name(path: Any) -> str:

@@ -17,11 +17,11 @@ from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals
 
 # More than one block of queries and of keys, neither of which divides the numbers of tokens.
-SMALL = Case(150, 1, 2, 32, 32, (([40, 90], []), ([70, 131], [3])))
+SMALL = Case(150, 1, 2, 32, 32, (((40, 90), ()), ((70, 131), (3,))))
 CASES = {
     "documents": (SMALL, "float32"),
-    "window, two key heads": (Case(139, 2, 2, 128, 64, (([30], []),), 50), "bfloat16"),
-    "latent attention": (Case(270, 1, 1, 192, 128, (([], []),)), "float32"),
+    "window, two key heads": (Case(139, 2, 2, 128, 64, (((30,), ()),), 50), "bfloat16"),
+    "latent attention": (Case(270, 1, 1, 192, 128, (((), ()),)), "float32"),
 }
 
 
