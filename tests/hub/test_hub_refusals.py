@@ -60,7 +60,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     mixtral => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
     v2 => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
     mixtral => {"head_dim": 0} => head_dim=0 ... at least 1
-    mixtral => {"head_dim": 7} => head_dim=7 ... even
+    mixtral => {"head_dim": 7} => head_dim=7 must be ... a multiple of 2
     mixtral => {"num_attention_heads": 3} => num_attention_heads=3 ... num_key_value_heads=2 ... multiple of 2
     mixtral => {"rope_theta": 7.0} => rope_theta=7.0 and rope_parameters.rope_theta=100.0 are one setting ... delete
     qwen3 => {"rope_scaling": {YARN, "factor": 8.0}, "rope_parameters": {YARN}}
@@ -93,7 +93,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1
     glm => {"n_group": 3} => n_routed_experts=8 ... n_group=3
     glm => {"first_k_dense_replace": 2} => first_k_dense_replace=2 ... no layer of num_hidden_layers=2
-    glm => {"rope_parameters": {"partial_rotary_factor": 0.4}} => partial_rotary_factor=3 ... even
+    glm => {"rope_parameters": {"partial_rotary_factor": 0.4}} => partial_rotary_factor=3 ... a multiple of 2
     glm => {"rope_parameters": {"partial_rotary_factor": 1.5}} => partial_rotary_factor=1.5 ... at most 1
     minimax => {"rotary_dim": 6} => rotary_dim=6 and partial_rotary_factor=0.5 are one setting ... delete
     minimax => {"attn_type_list": [1, 0]} => attn_type_list=[1, 0] ... only [1, 1]
@@ -114,7 +114,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3 => {"n_group": 0} => n_group=0 ... at least 1
     v3 => {"n_group": 3} => n_routed_experts=8 ... n_group=3
     v3 => {"topk_group": 0} => topk_group=0 ... at least 1
-    v3 => {"first_k_dense_replace": 2} => first_k_dense_replace=2 ... num_hidden_layers=2 ... below 2
+    v3 => {"first_k_dense_replace": 2} => first_k_dense_replace=2 must be below num_hidden_layers=2
     v3 => {"n_shared_experts": false} => n_shared_experts=false: expected a whole number
     v3 => {"norm_topk_prob": "no"} => norm_topk_prob=no: expected true or false
     v3 => {"moe_layer_freq": 2} => moe_layer_freq=2 ... only 1
@@ -131,7 +131,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3.2 => {"mlp_layer_types": ["sparse", "moe"]} => mlp_layer_types[1]=moe: expected one of dense, sparse
     v3.2 => {"mlp_layer_types": ["sparse", "sparse"]} => first_k_dense_replace=1 ... only 0
     v3 => {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense"], "first_k_dense_replace": 2}
-        => mlp_layer_types=2 ... num_hidden_layers=2 ... below 2
+        => mlp_layer_types=2 must be below num_hidden_layers=2
     v3.2 => {"layer_types": ["full_attention", "full_attention"]}
         => layer_types names 'full_attention' ... expected indexed_attention
     v3.2 => {"layer_types": ["indexed_attention"]} => layer_types names 1 layers, but num_hidden_layers=2
