@@ -20,7 +20,7 @@ _FEW = 8
 
 
 def register(name: str, backend: Backend) -> None:
-    """Add a backend for this process: `execution.delta_rule` and `implementation` then take its name.
+    """Add a backend for this process: `implementation` and `moezoo.Kernels(delta_rule=...)` then take its name.
 
     Raises `UserError` for what is no backend, and for a name that another backend has.
     """

@@ -21,13 +21,14 @@ class Operands(eqx.Module):
 
     Attributes:
         q: The queries, scaled as the caller wants them.
-        k: The keys, in the dtype of `q`. Their norms are at most about 1, and strengths are at most 2: then no state
-            grows.
-        v: The values, in the dtype of `q`; `value_dim` may differ from `key_dim`.
+        k: The keys, in the dtype of `q`, which may be float32 beside narrower values. Their norms are at most about 1,
+            and strengths are at most 2: then no state grows.
+        v: The values; `value_dim` may differ from `key_dim`.
         decay: float32. The logarithm of the factor of the state before the token is read, at most 0: one per value
             head, or one per value head and channel of the key.
         strength: float32, how much of the error of the state's answer to a key is written.
-        segment: int32, the document of each token; the state is zero where a document begins.
+        segment: int32, the document of each token; the state is zero where a document begins. A number that has ended
+            does not come again, except that of padding, whose results mean nothing.
     """
 
     q: Float[Array, "batch tokens key_heads key_dim"]

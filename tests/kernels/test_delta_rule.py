@@ -15,6 +15,7 @@ from programs import largest_array
 from refusals import refused
 
 from moezoo.kernels.delta_rule import BACKENDS, Backend, Operands, Start, chunked, delta_rule, register, span_map, then
+from moezoo.parallel.collectives import ATTENTION
 
 BATCH, HEADS, GROUP, KEY, VALUE = 2, 2, 2, 8, 6
 # Float32 against float64's largest number: sums of some hundred products, each rounded once.
@@ -221,6 +222,20 @@ def test_memory_and_what_a_gradient_keeps():
 
     text: Any = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes[:4]).compile().as_text()
     assert largest_array(text) <= tokens * key
+
+
+def test_a_policy_may_save_the_loop(monkeypatch):
+    """With its results and states saved, a gradient reads the text forwards once and backwards once."""
+    monkeypatch.setattr(chunked, "PIECE", 1)
+    floats, segment = make(150, False, 1.0), np.ones((2, 150), np.int32)
+
+    def loops(saved: str) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(saved)
+        read = lambda f: delta_rule(operands(f, segment), implementation="chunked").result.sum()  # noqa: E731
+        text: Any = jax.jit(jax.value_and_grad(jax.checkpoint(read, policy=policy))).lower(floats).compile().as_text()
+        return text.count(" while(")
+
+    assert loops(ATTENTION) < loops("nothing")
 
 
 def test_half_precision_operands():

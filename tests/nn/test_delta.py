@@ -131,6 +131,20 @@ def test_documents_are_read_alone(name):
             np.testing.assert_allclose(value[row][mine], naive(mixer(name), X[row][mine]), atol=PRECISION)
 
 
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_half_precision_layers(name):
+    """In bfloat16, decays, strengths, norms and states stay float32: the result errs by a few roundings of inputs."""
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mixer(name))
+    x, execution = jnp.asarray(X, jnp.bfloat16), on_mesh(Execution())
+    context = make_context(AT, execution, "contiguous")
+    found = jax.jit(lambda m, x: m(x, context, execution))(narrow, x)
+    assert found.y.dtype == jnp.bfloat16
+    assert found.kept[1].dtype == jnp.float32
+    wanted = naive(jax.tree.map(lambda w: np.asarray(w, np.float32), narrow), np.asarray(x, np.float32)[1])
+    error = np.abs(np.asarray(found.y, np.float64)[1] - wanted)
+    assert error.mean() <= 2**-8 * np.abs(wanted).max()
+
+
 MESHES = {
     "contiguous": (MeshShape(data=2, context=4), {}, "contiguous"),
     "balanced": (MeshShape(context=4), {}, "balanced"),
