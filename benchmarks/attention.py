@@ -157,15 +157,20 @@ def report(rows: Sequence[Row]) -> Report:
     columns += [Column("ratio", ratio("chunked temporary_bytes", "reference temporary_bytes"), ".2f")]
     others = {row["implementation"] for row in rows} - {*_BACKENDS, "products"}
     columns += [_memory(who) for who in sorted(others)]
+    return report_by_length("attention", rows, _CASE, columns)
+
+
+def report_by_length(title: str, rows: Sequence[Row], case: Sequence[str], columns: Sequence[Column]) -> Report:
+    """Return a table with one line per `case`, in which keys have the implementation before them, and the picture."""
     lines = []
-    for some in split(rows, lambda row: tuple(row[name] for name in _CASE)).values():
+    for some in split(rows, lambda row: tuple(row[name] for name in case)).values():
         line = dict(some[0])
         for row in some:
             line |= {f"{row['implementation']} {key}": row[key] for key in ("ms", "temporary_bytes")}
         lines.append(line)
-    title = "attention, " + " ".join(f"{key}={value}" for key, value in rows[0]["sizes"].items())
+    title = f"{title}, " + " ".join(f"{key}={value}" for key, value in rows[0]["sizes"].items())
     panels = [
         Panel(f"{name}, ms per call", points(some, "tokens", "implementation", "ms"), lines="tokens per row")
         for name, some in split(rows, "pass").items()
     ]
-    return Report(rows, [Table(title, columns, lines)], [panels] if timed else [], title)
+    return Report(rows, [Table(title, columns, lines)], [panels] if rows[0]["ms"] is not None else [], title)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import attention
-from benchmarks.results import Column, Panel, Report, Row, Table, log, points, ratio, split
+from benchmarks.results import Column, Report, Row, log, ratio
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.kernels.delta_rule import Operands, delta_rule
 from moezoo.parallel.kernels import KernelOrder, device_target
@@ -94,15 +94,4 @@ def report(rows: Sequence[Row]) -> Report:
             for who in _IMPLEMENTATIONS
         ]
         columns.append(Column("of attention", ratio(f"per_head {key}", f"attention {key}"), ".2f"))
-    lines = []
-    for some in split(rows, lambda row: tuple(row[name] for name in _CASE)).values():
-        line = dict(some[0])
-        for row in some:
-            line |= {f"{row['implementation']} {key}": row[key] for key in ("ms", "temporary_bytes")}
-        lines.append(line)
-    title = "delta rule, " + " ".join(f"{key}={value}" for key, value in rows[0]["sizes"].items())
-    panels = [
-        Panel(f"{name}, ms per call", points(some, "tokens", "implementation", "ms"), lines="tokens per row")
-        for name, some in split(rows, "pass").items()
-    ]
-    return Report(rows, [Table(title, columns, lines)], [panels] if timed else [], title)
+    return attention.report_by_length("delta rule", rows, _CASE, columns)

@@ -248,6 +248,24 @@ def dog(**fields: Any) -> Dog:
     return Dog(**fields)
 
 
+@dataclasses.dataclass(frozen=True)
+class Litter:
+    mine: Annotated[Count, AtMost("all", strict=True)] | None = None
+    all: Size | None = None
+
+    def __post_init__(self):
+        check_fields("litter", self)
+
+
+@pytest.mark.parametrize("given", [{"mine": 3}, {"all": 3}, {}])
+def test_a_relation_waits_for_both_values(given):
+    """Beside a null nothing is compared."""
+    made = Litter(**given)
+    assert (made.mine, made.all) == (given.get("mine"), given.get("all"))
+    with refused("litter.mine=3 must be below litter.all=3"):
+        Litter(3, 3)
+
+
 def test_a_dataclass_converts_its_fields():
     """As `convert` does; what no configuration can hold is left as it is."""
     given = {"legs": np.int64(3), "weight": 2, "names": ["a"], "friends": {"b": [np.int8(1)]}, "bark": dict}

@@ -290,3 +290,5 @@ def test_backends_by_name(monkeypatch):
     register("spare", BACKENDS["reference"])
     found, wanted = (delta_rule(some, implementation=name).state for name in ("spare", "reference"))
     np.testing.assert_array_equal(found, wanted)
+    with refused("delta_rule: no backend 'chunkd'"):
+        span_map(some, jnp.ones(2, jnp.int32), "chunkd")
