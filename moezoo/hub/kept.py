@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.hub.few_bits import BY_NAME
+from moezoo.hub.few_bits import BY_NAME, FORMATS
 from moezoo.hub.formats.base import FewBitTensor, outputs_first
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.tensors import Tensor, is_of_products, tensors
@@ -173,8 +173,12 @@ def in_forms(model: LanguageModel, forms: Mapping[str, Form], constant: Collecti
 def in_format(shapes: LanguageModel, name: str) -> LanguageModel:
     """Return the shapes of a model whose weights have few bits where released folders of this format have them.
 
-    Raises `UserError` where no weight fits the format.
+    Raises `UserError` where no weight fits the format, for a format that is only widened, and for another name.
     """
+    if name not in BY_NAME:
+        is_read = name in {form.NAME for form in FORMATS}
+        why = f"{name} is only widened while loading, so leave --few-bits out; else " if is_read else ""
+        raise UserError(f"--few-bits={show(name)[:80]}: {why}expected one of {', '.join(BY_NAME)}")
     form = BY_NAME[name]()
     containers = {}
     for tensor in tensors(shapes, family_of(shapes.config).hub):

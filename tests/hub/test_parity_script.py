@@ -263,6 +263,17 @@ def test_few_bits_that_transformers_does_not_have(few_bits):
         parity.compare(folder)
 
 
+def test_few_bits_that_only_a_file_of_modelopt_states(few_bits, tmp_path):
+    folder = shutil.copytree(few_bits("nvfp4 of ModelOpt").few, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4", "group_size": 16}}')
+    line = "it does not read hf_quant_config.json, which alone states nvfp4 of ModelOpt; compare what convert "
+    with refused(f"{folder}: transformers cannot load it ({line}"):
+        parity.compare(folder)
+
+
 def test_few_bits_are_widened(few_bits, monkeypatch):
     """Products of compressed-tensors round activations, which moezoo does not: a right folder would diverge."""
     monkeypatch.setattr("transformers.CompressedTensorsConfig", dict)

@@ -6,6 +6,8 @@ import typing
 import pytest
 
 from moezoo.config import overrides
+from moezoo.config.options import describe_switches
+from moezoo.hub.few_bits import BY_NAME
 from moezoo.tools.calls import CALLS
 from moezoo.tools.sharding.command import Switches
 from moezoo.typed import types_of
@@ -15,6 +17,7 @@ SLICE = ("model=mixtral_8x7b", "mesh.expert=8", "batch_size=64", "seq_len=4096")
 
 def test_choices_are_those_of_the_registry():
     assert typing.get_args(types_of(Switches)["call"]) == tuple(CALLS)
+    assert dict(describe_switches(Switches)).keys() >= {f"--few-bits={'|'.join(BY_NAME)}"}
 
 
 def test_json_is_alone_and_counts_as_by_hand(console):
@@ -64,6 +67,17 @@ def test_few_bits_by_hand(console):
     numbers = 18 * 128 * 2880 * 2880  # of every other layer
     assert (values["bytes_per_device"], scale["bytes_per_device"]) == (numbers // 2 // 8, numbers // 32 // 8)
     assert not values["trained"]
+
+
+def test_few_bits_with_a_scale_per_output_by_hand(console):
+    """Queries of GLM-4.5-Air, whose inputs eight devices cut: a byte for each number, a scale for each device's part."""
+    words = ("model=glm4_5_air", "mesh.expert=8", "--few-bits=fp8_channels", "--parameters-only", "--json")
+    code, out, _ = console("sharding", *words)
+    rows = {row["name"]: row for row in json.loads(out)["parameters"]}
+    assert code == 0
+    values, scale = (rows[f".stacks[0].blocks[0].attention.query.{name}"] for name in ("values", "scale"))
+    assert (values["shape"], scale["shape"]) == ([1, 4096, 96, 128], [1, 8, 96, 128])
+    assert (values["bytes_per_device"], scale["bytes_per_device"]) == (4096 * 96 * 128 // 8, 96 * 128 * 4)
 
 
 def test_the_title_has_the_axis_that_splits_nothing(console):

@@ -62,6 +62,9 @@ def _runs():
     sharding --mesh=ep8 => --mesh=ep8: settings have no dashes; write mesh=VALUE
     sharding model=mixtral_8x7b --few-bits=mxfp4 --parameters-only
         => --few-bits=mxfp4: folders of this family have no weight that fits it; choose another format
+    sharding --few-bits=nf4 --parameters-only => --few-bits=nf4: expected one of fp8_channels, fp8, mxfp4, int4
+    sharding --few-bits=nvfp4 --parameters-only
+        => --few-bits=nvfp4: nvfp4 is only widened while loading, so leave --few-bits out; else expected one of fp8_
     sharding model=deepseek model.index_topk=64 seq_len=64 --call=decode
         => seq_len=64 ... model.index_topk=64 (b ... at most 63
     sharding seq_len=32768 --call=decode => seq_len=32768 ... model.max_length=32768 ... at most 32767

@@ -16,7 +16,9 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.host.files import read_json
-from moezoo.hub.other_names import NESTED
+from moezoo.hub.few_bits import MODELOPT_FILE, read_modelopt_file
+from moezoo.hub.formats.base import CONFIG
+from moezoo.hub.other_names import NESTED, TEXT
 from moezoo.tools.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
@@ -80,14 +82,19 @@ def load_peer(folder: Path, *, attention: str = "eager", experts: str = "eager")
 def _widening(folder: Path) -> dict[str, Any]:
     """Return the arguments with which transformers widens weights of few bits, as its products differ from ours.
 
-    Raises `ValueError` for a method that it does not have, whose bits it would take for numbers.
+    Raises `ValueError` for a method that it does not have, and for a format that config.json does not state: it would
+    take bits for numbers.
     """
     import transformers
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    method = (read_json(folder / "config.json").get("quantization_config") or {}).get("quant_method")
+    config, advice = read_json(folder / "config.json"), "compare what convert FOLDER NEW dtype=float32 writes"
+    method = (config.get(CONFIG) or {}).get("quant_method")
     if method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING):
-        raise ValueError(f"it has no quant_method={method}; compare what convert FOLDER NEW dtype=float32 writes")
+        raise ValueError(f"it has no quant_method={method}; {advice}")
+    inner = config.get(TEXT) or {}
+    if not (config.get(CONFIG) or inner.get(CONFIG)) and (stated := read_modelopt_file(folder)) is not None:
+        raise ValueError(f"it does not read {MODELOPT_FILE}, which alone states {stated.NAME}; {advice}")
     kinds = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config", "compressed-tensors": "CompressedTensorsConfig"}
     return {"quantization_config": getattr(transformers, kinds[method])(dequantize=True)} if method in kinds else {}
 

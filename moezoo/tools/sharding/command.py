@@ -25,8 +25,10 @@ class Switches:
     parameters_only: bool = key(
         "only parameters; nothing is traced, and batch_size and seq_len are not checked", default=False
     )
-    few_bits: Literal["fp8", "mxfp4", "int4"] | None = key(
-        "weights of few bits, kept as folders of this format have them, so not trained", "fp8|mxfp4|int4", default=None
+    few_bits: str | None = key(
+        "weights of few bits, kept as folders of this format have them, so not trained",
+        "fp8_channels|fp8|mxfp4|int4",
+        default=None,
     )
     against: str | None = key(
         "print the difference to the configuration with these overrides besides", '"KEY=VALUE ..."', default=None
