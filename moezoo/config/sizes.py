@@ -4,6 +4,8 @@ What memory here cannot hold is refused before anything is made. Bytes are lower
 too large.
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -71,6 +73,8 @@ def dividing(cfg: TrainConfig, limits: set[Limit], devices: int) -> list[dict[st
     meshes = [dict.fromkeys(AXES, 1) | {STAGE: cfg.mesh.stage}]
     for axis in (axis for axis in AXES if axis in cfg.rules.mesh_axes and axis != STAGE):
         meshes = [mesh | {axis: n} for mesh in meshes for n in divisors(devices // math.prod(mesh.values()))]
+        # What some axes do not divide, no more axes do, unless devices share heads.
+        meshes = [mesh for mesh in meshes if all(limit.shares or limit.holds(mesh) for limit in limits)]
     whole = (mesh for mesh in meshes if math.prod(mesh.values()) == devices)
     return [mesh for mesh in whole if all(limit.holds(mesh) for limit in limits)]
 
@@ -78,28 +82,36 @@ def dividing(cfg: TrainConfig, limits: set[Limit], devices: int) -> list[dict[st
 def advise(cfg: TrainConfig, shapes: PyTree, mesh: Mesh | AbstractMesh, batches: Batches) -> str:
     """Return the end of the refusal of a mesh: the most similar one of as many devices that divides all sizes.
 
-    Where none does, it names the sizes. It is found by divisors alone: no mesh is tried. The text is empty where sizes
-    are not the reason, and for a mesh that Python made with axes of other names.
+    Where none does, it names the most similar ones of the next fewer and the next more devices, up to twice as many, and
+    one with another batch. They are found by divisors alone: no mesh is tried. The text is empty where sizes are not the
+    reason, and for a mesh that Python made with axes of other names.
     """
     asked: dict[str, int] = {**dict.fromkeys(AXES, 1), **mesh.shape}
     limits = limits_of(cfg, shapes, batches)
     meshes = dividing(cfg, limits, mesh.size) if len(asked) == len(AXES) else [asked]
     if asked in meshes or (batches == "configured" and cfg.batch_size % cfg.micro_batches):
         return ""
-    if not meshes:
-        missed: dict[MeshAxes, list[str]] = {}
-        for limit in sorted(limit for limit in limits if limit.size % mesh.size):
-            missed.setdefault(limit.over, []).append(limit.name)
-        lines = [f"{' x '.join(over)} must divide {', '.join(names)}" for over, names in missed.items()]
-        return f"; no mesh of {mesh.size} devices divides all sizes: {' and '.join(lines)}"
 
     def distance(sizes: dict[str, int]) -> tuple[float, int, int]:
         ratios = [max(size, asked[axis]) / min(size, asked[axis]) for axis, size in sizes.items()]
         return math.prod(ratios), sum(ratio > 1 for ratio in ratios), math.prod(sizes[a] for a in cfg.rules.sequence)
 
-    nearest = min(meshes, key=distance)
-    shown = (f"mesh.{axis}={size}" for axis, size in nearest.items() if {size, asked[axis]} != {1})
-    return f"; {' '.join(shown)} has as many devices and divides all sizes"
+    def words(sizes: dict[str, int]) -> list[str]:
+        return [f"mesh.{axis}={size}" for axis, size in sizes.items() if {size, asked[axis]} != {1}]
+
+    if meshes:
+        return f"; {' '.join(words(min(meshes, key=distance)))} has as many devices and divides all sizes"
+    near = list[str]()
+    for counts in (range(mesh.size - 1, 0, -1), range(mesh.size + 1, 2 * mesh.size + 1)):
+        fits = (some for devices in counts if (some := dividing(cfg, limits, devices)))
+        near += [" ".join(words(min(some, key=distance))) for some in itertools.islice(fits, 1)]
+    if batches == "configured":
+        split = dataclasses.replace(cfg, batch_size=cfg.batch_size * mesh.size)  # by each mesh of as many devices
+        for sizes in sorted(dividing(cfg, limits_of(split, shapes, batches), mesh.size), key=distance)[:1]:
+            multiple = math.prod(sizes[axis] for axis in cfg.rules.batch) * cfg.micro_batches
+            batch = max(1, round(cfg.batch_size / multiple)) * multiple
+            near.append(" ".join([*words(sizes), f"batch_size={batch}"]))
+    return f"; no mesh of {mesh.size} devices divides all sizes{'; nearest: ' * bool(near)}{', or '.join(near)}"
 
 
 def divisors(number: int) -> list[int]:

@@ -24,7 +24,7 @@ def build(*overrides):
 def advice_of(overrides):
     """Return the line that refuses a layout, the mesh that it names, and other settings that it names.
 
-    Both run, and the mesh has as many devices as the refused one.
+    All that it names runs, and the mesh has as many devices as the refused one.
     """
     words = overrides.split()
     with pytest.raises(moezoo.UserError) as caught:
@@ -35,6 +35,8 @@ def advice_of(overrides):
     devices = math.prod(moezoo.compose(*words).mesh.sizes.values())
     for mesh in meshes:
         assert math.prod(build(*words, *mesh.split()).sizes.values()) == devices
+    for near in message.partition("; nearest: ")[2].split(", or "):
+        build(*words, *near.split()) if near else None
     others = re.findall(r", or set (\S+);", message)
     for other in others:
         build(*(word for word in words if not word.startswith(f"{other.partition('=')[0]}=")), other)
@@ -112,24 +114,29 @@ DEEPSEEK = "model=deepseek_v3 batch_size=4096 seq_len=4096"
 
 @by_table(
     """
-    overrides => mesh => why
+    overrides => mesh => nearest
     # 7,168 is 7 x 1,024, but 512 is the width of the latents of keys, so four devices along data have the same.
     mesh.fsdp=64 mesh.expert=32 => mesh.data=4 mesh.fsdp=16 mesh.expert=32 =>
-    mesh.fsdp=2048 rules=pure_fsdp =>
-        => 2048 ... fsdp must divide model.kv_lora=512, model.q_lora=1536, model.embed=7168
+    # Along fsdp alone 512 devices are the most, whatever the batch.
+    mesh.fsdp=2048 rules=pure_fsdp => => 2048 ... mesh.fsdp=512
     mesh.fsdp=64 mesh.expert=32 batch_size=8 seq_len=128 =>
-        => 2048 ... context must divide half of seq_len=128 ... data x fsdp x expert must divide batch_size=8
+        => 2048 ... mesh.fsdp=1 mesh.expert=8 mesh.context=64 ... mesh.data=4 mesh.fsdp=16 mesh.expert=32 batch_size=2048
     mesh.fsdp=64 mesh.expert=32 adapter=lora => mesh.data=4 mesh.fsdp=16 mesh.expert=32 =>
-    mesh.fsdp=3 =>
-        => 3 ... data x fsdp x expert must divide batch_size=4096 ... fsdp x context must divide model.embed=7168
+    mesh.fsdp=3 => => 3 ... mesh.fsdp=2 ... mesh.fsdp=4 ... mesh.data=3 mesh.fsdp=1 batch_size=4095
     """
 )
-def test_one_refusal_names_a_mesh_that_divides_every_dimension(overrides, mesh, why):
+def test_one_refusal_names_a_mesh_that_divides_every_dimension(overrides, mesh, nearest):
     message, found, _ = advice_of(f"{DEEPSEEK} {overrides}")
     assert found == mesh
-    devices, *sizes = why.split(" ... ")
-    assert not why or f"; no mesh of {devices} devices divides all sizes: " in message
-    assert not [size for size in sizes if size not in message], message
+    devices, *words = nearest.split(" ... ")
+    end = f"; no mesh of {devices} devices divides all sizes; nearest: {', or '.join(words)}"
+    assert not nearest or message.endswith(end), message
+
+
+def test_the_nearest_meshes_and_batch_in_a_short_line():
+    message, _, _ = advice_of("mesh.fsdp=3 batch_size=8")
+    assert message.endswith("; nearest: mesh.fsdp=2, or mesh.fsdp=4, or mesh.data=3 mesh.fsdp=1 batch_size=9")
+    assert len(message) < 240
 
 
 def test_parameters_alone_need_no_batch():
