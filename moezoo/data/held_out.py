@@ -114,7 +114,7 @@ def hold_out(
         chosen = choose(hash_names(names), share)[same]
     else:
         chosen = choose(hashes, share)
-    duplicates = _describe_equal(hashes[full], "document")
+    duplicates = _describe_equal(hashes, full, "document")
     if _divides(chosen[full]):
         how = f"1 in {1 / share:.4g}, by a hash of its {'name' if names else by}"
         held_out = tuple(itertools.compress(names, chosen))
@@ -159,7 +159,7 @@ def hold_out_chats(
         )
     held_out = (chosen & full)[chats]
     return Split(
-        corpus.select(~held_out), corpus.select(held_out), how, (), corpus, _describe_equal(of_chats[full], "chat")
+        corpus.select(~held_out), corpus.select(held_out), how, (), corpus, _describe_equal(of_chats, full, "chat")
     )
 
 
@@ -172,10 +172,10 @@ def own_validation(
     names: tuple[str, ...] = (),
 ) -> Split:
     """Return a split into documents that were given apart; those in both are counted by the `hashes` of contents."""
-    full = [each[np.diff(corpus.offsets) > 0] for each, corpus in zip(hashes, (train, validation), strict=True)]
-    both = int(np.isin(full[1], full[0]).sum())
-    counts = [_describe_equal(full[0], "document")]
-    counts += [f"{both:,} of {len(full[1]):,} validation documents are trained on too"] if both else []
+    full = [np.diff(corpus.offsets) > 0 for corpus in (train, validation)]
+    both = int(np.isin(hashes[1][full[1]], hashes[0][full[0]]).sum())
+    counts = [_describe_equal(hashes[0], full[0], "document")]
+    counts += [f"{both:,} of {_count(full[1], 'validation document')} are trained on too"] if both else []
     return Split(train, validation, how, names, duplicates="; ".join(filter(None, counts)))
 
 
@@ -210,9 +210,15 @@ def _divides(chosen: Bool[np.ndarray, "documents"]) -> bool:
     return bool(chosen.any() and not chosen.all())
 
 
-def _describe_equal(hashes: _Hashes, what: str) -> str:
-    again = len(hashes) - len(np.unique(hashes))
-    return f"{again:,} of {len(hashes):,} {what}s equal an earlier one" if again else ""
+def _describe_equal(hashes: _Hashes, full: Bool[np.ndarray, "hashes"], what: str) -> str:
+    """Return how many of those with tokens equal an earlier one; empty for none."""
+    again = int(full.sum()) - len(np.unique(hashes[full]))
+    return f"{again:,} of {_count(full, what)} equal an earlier one" if again else ""
+
+
+def _count(full: Bool[np.ndarray, "documents"], what: str) -> str:
+    empty = len(full) - int(full.sum())
+    return f"{int(full.sum()):,} {what}s{f' ({empty:,} empty left out)' * bool(empty)}"
 
 
 def _percent(share: float) -> str:

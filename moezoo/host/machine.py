@@ -50,6 +50,7 @@ def add_xla_flags(*more: str) -> None:
     fused = NO_FUSED_CPU_SUMS if jaxlib.startswith("0.10.") else NO_FUSED_CPU_KERNELS
     missing = [flag for flag in (*_COLLECTIVE_LIMITS, fused, *more) if flag.partition("=")[0] not in flags]
     if missing:
+        own_flags.update(missing)
         os.environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
@@ -63,6 +64,7 @@ _DEVICE_NODES = {
 _PLUGINS = ("libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 _PLATFORMS = "JAX_PLATFORMS"
 own_variables: set[str] = set()  # of the environment, that moezoo itself has set
+own_flags: set[str] = set()  # of XLA_FLAGS, that moezoo itself has added
 
 
 def driver_files() -> dict[str, str]:

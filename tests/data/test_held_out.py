@@ -54,7 +54,8 @@ def test_no_content_is_on_both_sides(texts, share, random):
     train, validation = texts_of(split.train), texts_of(split.validation)
     full = [text for text in texts if text]
     again = len(full) - len(set(full))
-    assert split.duplicates == (f"{again} of {len(full)} documents equal an earlier one" if again else "")
+    counted = f"{len(full)} documents{f' ({len(texts) - len(full)} empty left out)' * (len(texts) > len(full))}"
+    assert split.duplicates == (f"{again} of {counted} equal an earlier one" if again else "")
     assert split.whole is not None
     assert texts_of(split.whole) == texts
     if split.how.startswith("1 in "):
@@ -151,7 +152,9 @@ def test_no_chat_is_on_both_sides(chats, share):
     assert {True} in sides.values()
     assert {False} in sides.values()
     again = len(full) - len(set(full))
-    assert split.duplicates == (f"{again} of {len(full)} chats equal an earlier one" if again else "")
+    empty = len(chats) - len(full)
+    counted = f"{len(full)} chats{f' ({empty} empty left out)' * bool(empty)}"
+    assert split.duplicates == (f"{again} of {counted} equal an earlier one" if again else "")
     if not split.how.startswith("1 chat in "):
         assert sum(side == {True} for side in sides.values()) == 1
         few = f"since {len(set(full))} different chats are too few to hold out {100 * share:g}%; set data.validation="

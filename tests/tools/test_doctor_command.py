@@ -13,6 +13,7 @@ from _pytest.capture import SysCapture
 from jax.experimental.compilation_cache import compilation_cache
 
 from moezoo.errors import UserError
+from moezoo.host.machine import add_xla_flags
 from moezoo.tools.doctor import command as doctor
 from moezoo.tools.doctor import devices as doctor_devices
 from moezoo.tools.doctor.command import DEVICES, MARK, STEPS, Entry, guarded, mask
@@ -135,6 +136,13 @@ def test_only_known_variables_are_shown(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("XLA_FLAGS", "--xla_x=3")
     assert texts(doctor.find_machine())[1:] == ["NCCL_DEBUG=INFO", "XLA_FLAGS=--xla_x=3"]
+    # What moezoo adds is none of the user's settings.
+    add_xla_flags("--xla_y=4")
+    assert "--xla_y=4" in os.environ["XLA_FLAGS"]
+    assert texts(doctor.find_machine())[1:] == ["NCCL_DEBUG=INFO", "XLA_FLAGS=--xla_x=3"]
+    monkeypatch.setenv("XLA_FLAGS", "")
+    add_xla_flags()
+    assert texts(doctor.find_machine())[1:] == ["NCCL_DEBUG=INFO"]
 
 
 def test_libraries_that_do_not_fit_are_problems(monkeypatch):

@@ -26,6 +26,7 @@ from moezoo.host.machine import (
     host_memory,
     in_gib,
     installed,
+    own_flags,
     own_variables,
     processor_limits,
     processor_name,
@@ -184,8 +185,10 @@ def find_machine() -> Iterator[Entry]:
     usable = min([processors(), *processor_limits()])  # also those of a container
     size = f"{processor_name()}, {usable:.3g} processors, {in_gib(host_memory())} of memory"
     yield Entry("fact", "machine", f"{platform.platform()}, {size}")
-    for name in sorted(name for name in os.environ if _SHOWN.fullmatch(name) and name not in own_variables):
-        yield Entry("fact", "environment", f"{name}={os.environ[name]}")
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag not in own_flags)
+    own = {*own_variables, *(["XLA_FLAGS"] if not flags else [])}
+    for name in sorted(name for name in os.environ if _SHOWN.fullmatch(name) and name not in own):
+        yield Entry("fact", "environment", f"{name}={flags if name == 'XLA_FLAGS' else os.environ[name]}")
 
 
 def mask(text: str) -> str:
