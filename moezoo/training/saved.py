@@ -26,7 +26,7 @@ from moezoo.config.compose import (
 )
 from moezoo.config.origin import run_text_settings
 from moezoo.config.overrides import read
-from moezoo.config.own import saved_own
+from moezoo.config.own import name_in, saved_own
 from moezoo.config.run_folders import find
 from moezoo.config.settings import ProfileSettings, TrainConfig
 from moezoo.config.sizes import check_arrays
@@ -41,7 +41,7 @@ from moezoo.parallel.distributed import Alone
 from moezoo.parallel.mesh import make_mesh
 from moezoo.training.checkpoint import read_about
 from moezoo.training.initial import restore_run
-from moezoo.typed import flatten, show
+from moezoo.typed import convert, flatten, get, show
 
 # A change of these would make the saved moments, or the position in the data, meaningless.
 _FIXED = (
@@ -155,12 +155,19 @@ def list_changes(cfg: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
 def list_rate_change(cfg: TrainConfig, saved: Mapping[str, Any], step: int) -> list[str]:
     """Return a line if the learning rate changes at the step from which a run goes on; `saved` is as it was before.
 
-    A schedule follows `steps`, so a run that is made longer goes on at the rate of a shorter part of it.
+    A schedule follows `steps`, so a run that is made longer goes on at the rate of a shorter part of it. A schedule of
+    the user's own is compared where `cfg` has its class too: nothing is imported for this.
     """
-    old, new = (
-        float(each.schedule.rate(each.optimizer.learning_rate, jnp.int32(step), each.last_step))
-        for each in (from_saved(saved), cfg)
-    )
+    before = from_saved(saved)
+    # With schedules and update rules of moezoo's in place of the user's own, which are in `saved`.
+    peak, schedule = get(saved, "optimizer.learning_rate"), before.schedule
+    if (own := saved_own(saved).get("schedule")) is not None:
+        if own != name_in(cfg.schedule):
+            return [f"learning rate at step {step}: not compared, as schedule={own} of the run is not imported"]
+        options = {name: value for name, value in saved["schedule"].items() if name != "name"}
+        schedule = convert(type(cfg.schedule), options, "schedule")
+    old = float(schedule.rate(peak, jnp.int32(step), before.last_step))
+    new = float(cfg.schedule.rate(cfg.optimizer.learning_rate, jnp.int32(step), cfg.last_step))
     if abs(new - old) <= 1e-5 * old:
         return []
     keep = f"; schedule=constant optimizer.learning_rate={old:.6g} keeps the old one" * (old > 0)

@@ -1,5 +1,6 @@
 """A damaged config.yaml: one line that names the file, for every damage."""
 
+import dataclasses
 import math
 import os
 import sys
@@ -10,6 +11,8 @@ from refusals import refused
 import moezoo
 from moezoo.config.compose import as_mapping, to_yaml
 from moezoo.config.overrides import read_yaml
+from moezoo.optim.base import Schedule
+from moezoo.optim.sgd import SGD
 from moezoo.training.saved import check_model, list_changes, list_rate_change
 
 GOOD = to_yaml(as_mapping(moezoo.compose("model.layers=2")))
@@ -115,3 +118,33 @@ def test_the_rate_of_a_longer_schedule_is_named():
     zero = as_mapping(moezoo.compose(*words, "steps=101", "schedule.final_ratio=0"))
     (line,) = list_rate_change(after, zero, 100)
     assert line.endswith(" now")
+
+
+@dataclasses.dataclass(frozen=True)
+class Halved(Schedule):
+    """A schedule of the user's own: after the warm-up a part of the peak."""
+
+    warmup_steps: int = 0
+    part: float = 0.5
+
+    def after_warmup(self, rate, since, left):
+        return rate * self.part
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRule(SGD):
+    """An update rule of the user's own."""
+
+
+def test_the_rate_of_a_schedule_of_the_user():
+    """Its own options count, and the rate of an update rule of the user's. Another class is not imported."""
+    cfg = moezoo.compose("schedule=constant", "optimizer=sgd", "optimizer.learning_rate=0.02", "steps=100")
+    own = dataclasses.replace(cfg, schedule=Halved(), optimizer=OwnRule(learning_rate=0.02))
+    saved = as_mapping(own)
+    assert list_rate_change(own, saved, 10) == []
+    (line,) = list_rate_change(dataclasses.replace(own, schedule=Halved(part=0.25)), saved, 10)
+    assert line.startswith("learning rate at step 10: 0.01 by the settings before, 0.005 now; schedule=constant ")
+    (line,) = list_rate_change(cfg, saved, 10)
+    assert line == f"learning rate at step 10: not compared, as schedule={__name__}.Halved of the run is not imported"
+    (line,) = list_rate_change(own, as_mapping(cfg), 10)
+    assert line.startswith("learning rate at step 10: 0.02 by the settings before, 0.01 now")
