@@ -39,8 +39,14 @@ def test_every_micro_batch_passes_all_chunks_in_order_and_without_a_gap(stages, 
     for at in (0, stages * chunks - 1):
         ticks = [done[m, at] for m in range(groups * stages)]
         assert ticks == sorted(ticks)
-    made = np.array([order.work(number, stages) for number in range(works)])
-    found: Any = order.by_micro(made, stages)  # pyright: ignore[reportArgumentType]  (NumPy does the same)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "groups"), [(2, 1, 3), (3, 2, 1), (4, 3, 2)])
+def test_what_a_stage_made_is_put_in_order(stages, chunks, groups):
+    order = Circular(groups * stages, chunks)
+    works = order.count(stages) * chunks
+    made = jnp.array([order.work(number, stages) for number in range(works)])
+    found = np.asarray(order.by_micro(made, stages))
     assert [found[m, c].tolist() for m, c in np.ndindex(*found.shape[:2])] == [
         [c, m] for m, c in np.ndindex(*found.shape[:2])
     ]
