@@ -1,6 +1,7 @@
 """JSONL files, their cache and their order, compared with a naive reading; and every error."""
 
 import gzip
+import hashlib
 import json
 import os
 import sys
@@ -103,6 +104,15 @@ def test_bytes_are_those_of_the_texts(folder):
         naive.cut_by_size(naive.read_lines(folder), lambda text: list(text.encode()), SHARD)
     )
     assert source.summary["shards"] == str(len(source.shards))
+
+
+def test_a_shard_is_full_at_its_size(folder):
+    """Documents of exactly a quarter of it, so the ninth begins the third shard."""
+    (folder / "b.jsonl").write_bytes(lines([f"{i:050d}" for i in range(9)]))
+    source = load_jsonl(folder / "b.jsonl", held_out=0.3)
+    assert source.whole is not None
+    assert SHARD == 4 * 50
+    assert source.summary["shards"] == "3"
 
 
 def test_a_mistake_ends_the_work_of_all_threads(monkeypatch):
@@ -228,6 +238,18 @@ def test_a_damaged_entry(folder, tmp_path):
         (entry / name).write_text(content)
         with refused(f"{entry} is damaged; remove this folder, and start again ("):
             load_jsonl(folder, cache=str(tmp_path / "ids"))
+
+
+def test_an_entry_of_another_dtype(folder, tmp_path):
+    """The ids are the same, and their hash is what the entry says."""
+    load_jsonl(folder, cache=str(tmp_path / "ids"))
+    (entry,) = (tmp_path / "ids").iterdir()
+    wide = np.load(entry / "tokens.npy").astype(np.uint16)
+    np.save(entry / "tokens.npy", wide)
+    metadata = json.loads((entry / "tokens.json").read_text())
+    (entry / "tokens.json").write_text(json.dumps(metadata | {"sha256": hashlib.sha256(wide.data).hexdigest()}))
+    with refused(f"{entry} is damaged; remove this folder, and start again (it is not what was written)"):
+        load_jsonl(folder, cache=str(tmp_path / "ids"))
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path):

@@ -15,7 +15,7 @@ from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
 
 import moezoo
-from moezoo.hub import folders
+from moezoo.hub import arrays, folders
 from moezoo.hub.tensors import Tensor
 from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
 from moezoo.models.grouped import GroupedConfig
@@ -191,7 +191,11 @@ def test_weights_that_are_not_finite_are_named(damaged):
         moezoo.from_pretrained(damaged)
 
 
-def test_weights_that_are_too_large_for_the_dtype_are_named(damaged):
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_weights_that_are_too_large_for_the_dtype_are_named(damaged, monkeypatch, is_sent):
+    """Whether they are written where the host's devices have them, or sent to other devices."""
+    if is_sent:
+        monkeypatch.setattr(arrays.Arriving, "is_on_host", property(lambda array: False))
     spoil_tensors(damaged, lambda tensors: np.put(tensors["lm_head.weight"], 0, 1e5))
     with pytest.warns(UserWarning, match=r"NaN or infinities: lm_head\.weight$"):
         moezoo.from_pretrained(damaged, dtype="float16")
