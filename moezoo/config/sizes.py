@@ -82,9 +82,9 @@ def dividing(cfg: TrainConfig, limits: set[Limit], devices: int) -> list[dict[st
 def advise(cfg: TrainConfig, shapes: PyTree, mesh: Mesh | AbstractMesh, batches: Batches) -> str:
     """Return the end of the refusal of a mesh: the most similar one of as many devices that divides all sizes.
 
-    Where none does, it names the most similar ones of the next fewer and the next more devices, up to twice as many, and
-    one with another batch. They are found by divisors alone: no mesh is tried. The text is empty where sizes are not the
-    reason, and for a mesh that Python made with axes of other names.
+    Where none does, it names the most similar ones of the next fewer and the next more devices, up to twice as many,
+    and one with another batch. They are found by divisors alone: no mesh is tried. The text is empty where sizes are
+    not the reason, and for a mesh that Python made with axes of other names.
     """
     asked: dict[str, int] = {**dict.fromkeys(AXES, 1), **mesh.shape}
     limits = limits_of(cfg, shapes, batches)

@@ -130,7 +130,7 @@ def room_lines(found: Compared) -> list[str]:
 def dispatch_line(dispatch: Dispatch, group: ExpertGroup) -> str:
     """Describe what the strategy moves on this mesh, its bound, and its options that differ from their defaults."""
     name = path_of(type(dispatch))
-    line = f"{name}: every device has all {group.num_experts} experts, nothing moves"
+    line = f"{name}: every device runs all {group.num_experts} experts, so no tokens move"
     if group.axes:
         moved = "expert weights" if dispatch.moves == "weights" else "tokens"
         line = f"{name}: {moved} move over {_axes(group.axes)}; "

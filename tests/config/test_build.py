@@ -120,7 +120,8 @@ DEEPSEEK = "model=deepseek_v3 batch_size=4096 seq_len=4096"
     # Along fsdp alone 512 devices are the most, whatever the batch.
     mesh.fsdp=2048 rules=pure_fsdp => => 2048 ... mesh.fsdp=512
     mesh.fsdp=64 mesh.expert=32 batch_size=8 seq_len=128 =>
-        => 2048 ... mesh.fsdp=1 mesh.expert=8 mesh.context=64 ... mesh.data=4 mesh.fsdp=16 mesh.expert=32 batch_size=2048
+        => 2048 ... mesh.fsdp=1 mesh.expert=8 mesh.context=64
+        ... mesh.data=4 mesh.fsdp=16 mesh.expert=32 batch_size=2048
     mesh.fsdp=64 mesh.expert=32 adapter=lora => mesh.data=4 mesh.fsdp=16 mesh.expert=32 =>
     mesh.fsdp=3 => => 3 ... mesh.fsdp=2 ... mesh.fsdp=4 ... mesh.data=3 mesh.fsdp=1 batch_size=4095
     """

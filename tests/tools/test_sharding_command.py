@@ -70,7 +70,7 @@ def test_few_bits_by_hand(console):
 
 
 def test_few_bits_with_a_scale_per_output_by_hand(console):
-    """Queries of GLM-4.5-Air, whose inputs eight devices cut: a byte for each number, a scale for each device's part."""
+    """Queries of GLM-4.5-Air, whose inputs eight devices cut: a byte for each number, and scales of each part."""
     words = ("model=glm4_5_air", "mesh.expert=8", "--few-bits=fp8_channels", "--parameters-only", "--json")
     code, out, _ = console("sharding", *words)
     rows = {row["name"]: row for row in json.loads(out)["parameters"]}
