@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,8 +15,6 @@ from moezoo.typed import show
 
 _SUFFIX = ".unfinished"
 _LONGEST = 60  # characters of the name that a temporary folder has too
-# A network file system may show a new folder to other machines after some seconds.
-_SHARED_SECONDS = 10
 
 
 @contextlib.contextmanager
@@ -50,7 +47,7 @@ def becoming(
                 return str(held.enter_context(_begun(folder, sizes, existing)))
 
         work = Path(distributed.first(begin))
-        distributed.together(lambda: _find(work))
+        distributed.together(lambda: distributed.require_shared(work, str(work.parent), "a part of the files"))
         yield work
 
         def finish() -> None:
@@ -111,18 +108,6 @@ def _check_absent(folder: Path, names: Iterable[str], existing: str) -> None:
     """Raise `UserError` if the folder has one of the files, unless they are to be replaced."""
     if existing == "refuse" and (found := [name for name in names if os.path.lexists(folder / name)]):
         raise UserError(f"{folder}: cannot be written ({show(found[0])} exists there); name another folder")
-
-
-def _find(work: Path) -> None:
-    """Raise `UserError` unless this process sees the folder that the first process has made."""
-    end = time.monotonic() + _SHARED_SECONDS
-    while not work.is_dir():
-        if time.monotonic() > end:
-            raise UserError(
-                f"{work.parent} is not the folder that process 0 has there, but each process writes a part of the "
-                "files; name a folder on a file system that all processes share"
-            )
-        time.sleep(0.1)
 
 
 def _finish(work: Path, folder: Path, sizes: Mapping[str, int], existing: str) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -25,6 +26,8 @@ from moezoo.typed import AtMost, Count, Size, check_fields, show
 
 # How long a failing process waits to see whether the others fail too.
 _LEAVING_SECONDS = 5
+# A network file system may show a new file to other machines after some seconds.
+_SHARED_SECONDS = 10
 # How many keys that differ between processes a message names.
 _MOST_KEYS = 3
 
@@ -240,6 +243,21 @@ def check_same(facts: Mapping[str, Any], what: str, advice: str) -> None:
         if differ:
             more = f", and {len(differ) - _MOST_KEYS} more differ" * (len(differ) > _MOST_KEYS)
             raise UserError(f"{what}: {', '.join(differ[:_MOST_KEYS])}{more}; {advice}")
+
+
+def require_shared(path: Path, shown: str, part: str) -> None:
+    """Raise `UserError` unless this process soon sees what the first process has made at `path`.
+
+    The message begins with `shown`, the folder around it, in which each process writes `part`.
+    """
+    end = time.monotonic() + _SHARED_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            raise UserError(
+                f"{shown} is not the folder that process 0 has there, but each process writes {part}; name a folder on "
+                "a file system that all processes share"
+            )
+        time.sleep(0.1)
 
 
 def largest(number: int) -> int:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +28,6 @@ from moezoo.training.saved import run_settings
 _CONFIG, _METRICS, _CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 # What a run writes before its first step and removes again if it does not get there.
 _FIRST = (_CONFIG, _METRICS, report.HELD_OUT_FILE, _CHECKPOINTS, COPIES)
-# A network file system may show a new file to other machines after some seconds.
-_SHARED_SECONDS = 10
 
 
 class Opened(NamedTuple):
@@ -109,20 +106,13 @@ def check_shared(folder: Path) -> None:
                 return str(held.enter_context(marking(folder)))
 
         mark = as_path(distributed.first(leave_mark))
-        distributed.together(lambda: _find_mark(mark))
 
+        def find_mark() -> None:
+            distributed.require_shared(mark, f"run_dir={mark.parent}", "a part of a checkpoint")
+            with writing_to("run_dir", mark.parent):
+                check_writable(mark.parent)
 
-def _find_mark(mark: Path) -> None:
-    end = time.monotonic() + _SHARED_SECONDS
-    while not mark.exists():
-        if time.monotonic() > end:
-            raise UserError(
-                f"run_dir={mark.parent} is not the folder that process 0 has there, but each process writes a part of "
-                "a checkpoint; name a folder on a file system that all processes share"
-            )
-        time.sleep(0.1)
-    with writing_to("run_dir", mark.parent):
-        check_writable(mark.parent)
+        distributed.together(find_mark)
 
 
 def list_saved(checkpoints: Path) -> dict[str, str]:

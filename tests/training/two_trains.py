@@ -8,7 +8,7 @@ import sys
 
 import moezoo
 from moezoo.__main__ import run_script
-from moezoo.training import folder
+from moezoo.parallel import distributed
 
 
 def receive(row):
@@ -18,7 +18,7 @@ def receive(row):
 
 
 if __name__ == "__main__":
-    folder._SHARED_SECONDS = 0.1  # the processes of a test are on one machine
+    distributed._SHARED_SECONDS = 0.1  # the processes of a test are on one machine
     while "then" in sys.argv:
         at = sys.argv.index("then")
         if "MOEZOO_SUPERVISED" in os.environ:  # not in the process that only watches this one
