@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from moezoo.config.settings import TrainConfig
 from moezoo.models import ModelConfig
 from moezoo.models.working_set import stream
-from moezoo.parallel.axes import LOGICAL_AXES, axes_of, count_parameters
+from moezoo.parallel.axes import axes_of, count_parameters
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.memory import check_devices
 from moezoo.parallel.mesh import AXES, STAGE
@@ -28,14 +28,13 @@ Batches = Literal["configured", "any"]
 
 
 class Limit(NamedTuple):
-    """A size that the devices along mesh axes together must divide, by what messages call it.
+    """A size that the devices along mesh axes together must divide.
 
     With `shares` a multiple of the size will do too: several devices then share a head.
     """
 
     over: MeshAxes
     size: int
-    name: str
     shares: bool = False
 
     def holds(self, mesh: Mapping[str, int]) -> bool:
@@ -55,16 +54,12 @@ def limits_of(cfg: TrainConfig, shapes: PyTree, batches: Batches) -> set[Limit]:
     for axes, array in zip(jax.tree.leaves(axes_of(shapes)), jax.tree.leaves(shapes), strict=True):
         stored = cfg.rules.placement(axes, everywhere).stored
         for logical, size, over in zip(axes.names, array.shape, stored, strict=True):
-            if not over:
-                continue
             shares = logical == "kv_heads" and bool(cfg.rules.kept(logical, everywhere))
-            limits.add(Limit(over, size, f"{LOGICAL_AXES[logical]}={size}", shares))
+            limits.add(Limit(over, size, shares))
     if batches == "configured":
-        length, order = cfg.seq_len, sequence_order(cfg)
-        places = length if order == "contiguous" else max(1, length // 2 * (1 - length % 2))
-        limits.add(Limit(cfg.rules.sequence, places, f"{'half of ' * (order == 'balanced')}seq_len={length}"))
-        parts = "".join(f" / {key}={number}" for key, number in cfg.parts.items() if number > 1)
-        limits.add(Limit(cfg.rules.batch, cfg.batch_size // cfg.micro_batches, f"batch_size={cfg.batch_size}{parts}"))
+        length, is_whole = cfg.seq_len, sequence_order(cfg) == "contiguous"
+        places = length if is_whole else max(1, length // 2 * (1 - length % 2))
+        limits |= {Limit(cfg.rules.sequence, places), Limit(cfg.rules.batch, cfg.batch_size // cfg.micro_batches)}
     return {limit for limit in limits if limit.over}
 
 

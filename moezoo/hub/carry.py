@@ -21,7 +21,7 @@ from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.other_names import TEXT, text_config
+from moezoo.hub.other_names import FREQUENCIES, TEXT, check_frequencies, text_config
 from moezoo.hub.plan import Entry, File, Leaving, Plan, Span, few_bit_entries, leaving, make_header
 from moezoo.hub.tensors import Tensor, count, list_names
 from moezoo.hub.values import Values
@@ -154,7 +154,8 @@ def plan_copy(model: LanguageModel, opened: OpenFolder, values: Values, rounds_t
 
     Raises `UserError` where `opened` is of another model, or damaged.
     """
-    found = check_tensors(opened, Blueprint(opened.config).shapes)
+    found = check_tensors(opened, shapes := Blueprint(opened.config).shapes)
+    check_frequencies(opened.files, found.unused.get(FREQUENCIES, ()), shapes)
     expected = {holding.plain.name: holding for holding in found.holdings}
     ours, theirs = _keys_of_both(model, opened)
     own = {tensor.name: tensor for tensor in opened.tensors(model)}

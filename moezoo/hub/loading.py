@@ -39,6 +39,7 @@ from moezoo.hub.adapters import load_adapter
 from moezoo.hub.arrays import Arriving, Boxes
 from moezoo.hub.holdings import Holding, Piece
 from moezoo.hub.opening import Found, OpenFolder, check_tensors, find_model, folder_argument, open_folder
+from moezoo.hub.other_names import FREQUENCIES, check_frequencies
 from moezoo.hub.tensors import arrays_by_path, count, list_names, require_names
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle, complete, deviations, spread
 from moezoo.hub.weight_files import DTYPES
@@ -197,6 +198,7 @@ class _Loaded(NamedTuple):
 def _load(opened: OpenFolder, found: Found, shardings: PyTree, mesh: Mesh | AbstractMesh | None) -> _Loaded:
     shapes, holdings, unused = found
     folder, upcycle = opened.folder, opened.upcycle
+    check_frequencies(opened.files, unused.get(FREQUENCIES, ()), shapes)
     notes = [f"{count(names)} not loaded, for {purpose}: {list_names(names)}" for purpose, names in unused.items()]
     leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(shardings), strict=True)
     arrays = {jax.tree_util.keystr(path).lstrip("."): Arriving(shape, where) for (path, shape), where in leaves}

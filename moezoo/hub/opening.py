@@ -20,12 +20,10 @@ from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.kept import keep
 from moezoo.hub.other_names import (
-    FREQUENCIES,
     NESTED,
     TEXT,
     TIED,
     Nesting,
-    check_frequencies,
     describe_names,
     find_names,
     find_nesting,
@@ -220,8 +218,7 @@ def find_model(opened: OpenFolder, dtype: str | None) -> Found:
 def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> Found:
     """Return a model of these shapes as a folder holds it.
 
-    Raises `UserError` where the folder lacks a tensor, or has another that is not known, and for rotary frequencies of
-    another config.json.
+    Raises `UserError` where the folder lacks a tensor, or has another that is not known.
     """
     # More tensors than these are not looked for, so that a wrong config.json costs neither time nor memory.
     expected = itertools.islice(opened.tensors(shapes), len(opened.files.tensors) + 100_000)
@@ -229,7 +226,6 @@ def check_tensors(opened: OpenFolder, shapes: LanguageModel) -> Found:
     unused = _check_names(opened, {name for holding in holdings for name in holding.names})
     for holding in holdings:
         holding.check()
-    check_frequencies(opened.files, unused.get(FREQUENCIES, ()), shapes)
     return Found(shapes, holdings, unused)
 
 
