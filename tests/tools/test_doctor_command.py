@@ -77,7 +77,7 @@ def test_wrong_numbers_are_a_problem(monkeypatch, logit, loss, kind):
 
     def train(devices, count, width, dtype, *words):
         values = (1.0, 3.0) if words else (logit, loss)
-        return doctor_devices.Trial("", np.full((2, 3, 4), values[0]), [4.0, values[1]])
+        return doctor_devices.Trial("", np.full((2, 3, 4), float(values[0])), [4.0, values[1]])
 
     monkeypatch.setattr(doctor_devices, "train", train)
     monkeypatch.setattr(doctor_devices, "use_none", lambda: None)
