@@ -30,7 +30,7 @@ def describe_type(mapping: Mapping[str, Any]) -> str | None:
     if isinstance(inner, Mapping) and inner:
         mapping, whose = inner, f"the keys of its {TEXT}"
     if not any(mapping.get(name) is not None for family in families() for name in _of_experts(family)):
-        return f"none of {whose} names experts, and moezoo runs mixtures of experts"
+        return f"moezoo finds no experts in {whose}, and runs mixtures of experts"
     types = ((family, kind) for family in families() for kind in family.hub.types)
     found = {kind: family.hub.differing(family.config, kind, mapping) for family, kind in types}
     nearest = min(found, key=lambda kind: (len(found[kind].others) + len(found[kind].missing), found[kind].absent))

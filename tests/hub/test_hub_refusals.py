@@ -207,10 +207,10 @@ def test_a_long_list_of_keys_is_cut(tmp_path):
     qwen3 => {"shared_expert_intermediate_size": 64, "hidden_act": "gelu"}
         => it is a model of its own: qwen3_moe knows most of its keys, has no hidden_act=gelu,
         shared_expert_intermediate_size=64; docs
-    qwen3 => {"num_experts": null, "num_experts_per_tok": null} => none of its keys names experts, and moezoo runs
+    qwen3 => {"num_experts": null, "num_experts_per_tok": null} => moezoo finds no experts in its keys, and
     qwen3 => {"num_experts": {"a": 1}, "rope_parameters": [1], "hidden_size": "x"} => qwen3_moe knows all of its keys
     qwen3 => {"text_config": {"num_experts": 4, "window": 3}} => valid: deepseek_v2
-    qwen3 => {"text_config": {"hidden_size": 4}} => none of the keys of its text_config names experts
+    qwen3 => {"text_config": {"hidden_size": 4}} => moezoo finds no experts in the keys of its text_config
     """
 )
 def test_a_type_that_is_not_read(tmp_path, name, keys, line):

@@ -88,7 +88,7 @@ def _runs():
     sharding folder=moe.json --against folder=b => b: no config.json
     sharding folder=moe.json --against flder=b => flder: there is no key 'flder'; did you mean 'folder'?
     sharding folder=other.json => other.json: unknown model_type 'foo_moe'; it is a model of its own: qwen3_moe
-        knows most of its keys, but not router_heads, stem_kernel, and has no mlp_bias=true, and needs intermediate_size; docs/
+        knows most of its keys, but not router_heads, stem_kernel, and has no mlp_bias=true, and needs intermediate_size
     sharding folder=nvfp4.json execution.param_dtype=stored
         => few bits cannot be kept: model.layers.0.self_attn.q_proj.weight is in the format nvfp4 of ModelOpt
     plan topology=v5p:2x2x2 folder=nowhere --estimate => folder=nowhere: there is no such folder
