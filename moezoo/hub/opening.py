@@ -270,7 +270,7 @@ def _family(mapping: Mapping[str, Any], is_text: bool, file: Path, upcycle: Upcy
         # Programs write this key, and a type whose name is similar is another model: it is not proposed.
         read = f"valid: {', '.join(sorted(valid))}"
         if isinstance(kind, str) and not upcycle.experts and (differs := describe_type(mapping)):
-            read = f"{differs}; {PAGE} of the repository has the types that are read"
+            read = f"{differs}; {PAGE} has the types that are read"
         raise UserError(f"{where}: unknown model_type '{show(kind)[:80]}'; {read}")
     return kinds[kind]
 

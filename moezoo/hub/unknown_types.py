@@ -11,7 +11,7 @@ from moezoo.typed import show
 
 _ROOM = 120  # characters of each list
 _MOST = 24  # of a value
-PAGE = "docs/model_types.md"
+PAGE = "docs/model_types.md of the repository"
 
 
 def describe_type(mapping: Mapping[str, Any]) -> str | None:
