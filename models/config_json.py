@@ -5,8 +5,8 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from moezoo.errors import UserError
 from moezoo.typed import ANY_NUMBER, Range, convert, show
@@ -14,6 +14,7 @@ from moezoo.typed import ANY_NUMBER, Range, convert, show
 REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
+_ROOM = 240  # characters of a list in a message
 Extension = Literal["default", "yarn", "llama3"]
 
 # Keys that change nothing that moezoo computes, in every family: of files, of tokens, of what transformers returns, of
@@ -61,6 +62,14 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({},),
 }
+
+
+class Other(NamedTuple):
+    """A key of config.json that is not read, its value, and the values that it may have; None for an unknown key."""
+
+    key: str
+    value: Any
+    valid: tuple[Any, ...] | None
 
 
 class ConfigJson:
@@ -161,26 +170,52 @@ class ConfigJson:
             only: Keys, and the values that the family supports.
             without_effect: Keys that change nothing that moezoo computes.
         """
+        if not (others := self.find_others(only, without_effect)):
+            return
+        first, *_ = others
+        if first.valid is None:
+            unknown = [f"{show(key)[:80]}={_show(value)}" for key, value, valid in others if valid is None]
+            these, those = (
+                ("this key", "the key if it does not") if len(unknown) == 1 else ("these keys", "those that do not")
+            )
+            raise UserError(
+                f"{self._label(cut(unknown))}: moezoo does not know {these}, which may change what the model computes; "
+                f"delete {those}"
+            )
+        valid = " or ".join(map(show, first.valid))
+        way = f"supports only {valid}; load a folder with {first.key}={valid}"
+        none = f"does not have it; load another version of the model, without {first.key}"
+        shown = f"{self._label(show(first.key)[:80])}={_show(first.value)}"
+        raise UserError(f"{shown}: this family {way if valid else none}")
+
+    def find_others(
+        self, only: Mapping[str, tuple[Any, ...]] = _NOTHING, without_effect: Iterable[str] = ()
+    ) -> list["Other"]:
+        """Return the keys that `refuse_others` refuses, in their order."""
         harmless = {*self._seen, *without_effect}
         if not self._table:
             only, harmless = {**_ONLY, **only}, harmless | WITHOUT_EFFECT | _OF_TENSORS
+        found = []
         for key, value in self._mapping.items():
             if key in harmless or key.startswith("_") or value is None:
                 continue
-            shown = f"{self._label(show(key)[:80])}={_show(value)}"
-            if key not in only:
-                raise UserError(
-                    f"{shown}: moezoo does not know this key, which may change what the model computes; delete the key "
-                    "if it does not"
-                )
-            if not any(value == valid and isinstance(value, bool) == isinstance(valid, bool) for valid in only[key]):
-                valid = " or ".join(map(show, only[key]))
-                way = f"supports only {valid}; load a folder with {key}={valid}"
-                none = f"does not have it; load another version of the model, without {key}"
-                raise UserError(f"{shown}: this family {way if valid else none}")
+            valid = only.get(key)
+            fits = valid and any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in valid)
+            found += [] if fits else [Other(key, value, valid)]
+        return found
 
     def _label(self, key: str) -> str:
         return f"config.json: {self._table}{key}"
+
+
+def cut(texts: Sequence[str], room: int = _ROOM) -> str:
+    """Return texts with commas in between: the first, and as many more as fit into `room` characters."""
+    shown = texts[0] if texts else ""
+    for number, text in enumerate(texts[1:], 1):
+        if len(shown) + len(text) > room:
+            return f"{shown} and {len(texts) - number} more"
+        shown += f", {text}"
+    return shown
 
 
 def _show(value: Any) -> str:

@@ -5,10 +5,19 @@ import dataclasses
 import operator
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.models.config_json import REQUIRED, ROPE_KEYS, ConfigJson, Extension, read_rope, rope_keys, write_rope
+from moezoo.models.config_json import (
+    REQUIRED,
+    ROPE_KEYS,
+    ConfigJson,
+    Extension,
+    Other,
+    read_rope,
+    rope_keys,
+    write_rope,
+)
 from moezoo.models.names import Rows
 from moezoo.typed import convert, types_of
 
@@ -158,6 +167,18 @@ class ModelType:
     without_effect: str = ""
 
 
+class Differing(NamedTuple):
+    """How a config.json differs from those of a model type.
+
+    `others`: the keys that this refuses; `missing`: required keys that are not there; `absent`: the number of settings
+    without a key there, required or not.
+    """
+
+    others: list[Other]
+    missing: list[str]
+    absent: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Hub:
     """The model types of a family, by their names.
@@ -207,6 +228,28 @@ class Hub:
             section, _, name = ours.rpartition(".")
             (nested.setdefault(section, {}) if section else nested)[name] = value
         return convert(kind, nested, "model")
+
+    def differing(self, kind: type, model_type: str, mapping: Mapping[str, Any]) -> "Differing":
+        """Return how a config.json of an unknown type differs from those of a type, of which `kind` is the class.
+
+        A key with a value that does not fit counts as known: what reads it may need other keys, which are not there.
+        """
+        config, t, kinds, found = ConfigJson(mapping), self.types[model_type], settings_of(kind), dict[str, Any]()
+        absent = []
+        for ours, entry in (t.settings | t.further).items():
+            is_part = isinstance(entry, Part)
+            if not is_part and mapping.keys().isdisjoint(entry.names.split()):
+                absent.append(entry)
+            with contextlib.suppress(UserError, LookupError, TypeError, ValueError):
+                found |= entry.read(config, found) if is_part else {ours: entry.read(config, found, kinds[ours])}
+        only, known = dict[str, Any](), t.without_effect.split()
+        for key, valid in t.only.items():
+            try:
+                only[key] = (valid(found),) if callable(valid) else valid
+            except LookupError:
+                known.append(key)
+        missing = [entry.name for entry in absent if entry.default is REQUIRED]
+        return Differing(config.find_others(only, known), missing, len(absent))
 
     def write(self, config: Any) -> dict[str, Any]:
         """Return the config.json of a configuration, without the dtype.

@@ -8,7 +8,7 @@ raised `from None`, because a notebook would print Hydra's text above ours.
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hydra.version import VersionBase
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from moezoo.config.origin import Origin, check_settings, first_settings, folder_origin, run_origin
+from moezoo.config.origin import Origin, check_settings, described_origin, first_settings, folder_origin, run_origin
 from moezoo.config.other_names import BEFORE, RENAMED
 from moezoo.config.overrides import CONF, MEMBERS, PLUGS, Asked, defaults, groups, is_own, read, read_yaml
 from moezoo.config.own import (
@@ -48,6 +48,7 @@ from moezoo.typed import Checks, complete, convert, flatten, get, put, show, to_
 
 _CHECKS = Checks({**TAG, **INNER_TAG}, RENAMED)
 _OF_RUNS = ("run_dir", "resume")  # folders that may be in an object store
+FOLDER = "folder="  # of `compose_described`
 _LENGTHS = ("steps", "epochs")  # one of them is set by the user; a run that knows its data records both
 
 
@@ -93,14 +94,45 @@ def compose_onto(mapping: Mapping[str, Any], *overrides: str) -> TrainConfig:
     return _compose(read(overrides), mapping)
 
 
-def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
+def compose_described(*overrides: str) -> TrainConfig:
+    """Compose what a tool lays out, without weights: as `compose`, and `folder=F` among `overrides` names a model.
+
+    F is a Hugging Face folder, or the path of its config.json. Everything is as with `init_from=F`, except that only
+    config.json is read, and ModelOpt's file beside it. The settings of data are not those of the folder.
+
+    Raises `UserError` as `compose` does, and for a model that is named twice.
+    """
+    folders = [word for word in overrides if word.startswith(FOLDER)]
+    rest = [word for word in overrides if word not in folders]
+    if not folders:
+        return compose(*rest)
+    asked = read(rest)
+    for key in ("init_from", "resume"):
+        if (other := asked.changes.get(key)) is not None:
+            raise UserError(f"{show(folders[-1])} and {key}={show(other)} name two models; leave one of them out")
+    asked.changes["init_from"] = folders[-1].removeprefix(FOLDER)
+    return _compose(asked, None, read_described)
+
+
+def read_described(folder: Any, upcycle: Upcycle) -> Origin:
+    """Return what the config.json of a folder says, with `upcycle` for a dense model.
+
+    Raises `UserError` as `moezoo.config.origin.described_origin` does.
+    """
+    return described_origin(folder_path(folder, "folder"), str(folder), upcycle)
+
+
+def _compose(
+    asked: Asked, saved: Mapping[str, Any] | None, find: Callable[[Any, Upcycle], Origin] | None = None
+) -> TrainConfig:
     """Merge what a run starts from (defaults, `saved`, weights of a folder) with what was asked, and convert it."""
     checks = _import_own(asked)
     base = _compose_groups(asked.choices, checks) if saved is None else _replace_groups(saved, asked, checks)
     base = complete(TrainConfig, base, "", checks)
     origin = None
     if (folder := asked.changes.get("init_from")) is not None:
-        origin = read_origin(folder, convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks))
+        upcycle = convert(Upcycle, _set(base, asked, checks)["upcycle"], "upcycle", checks)
+        origin = (find or read_origin)(folder, upcycle)
         if saved is None:
             base |= _for_weights(origin, base, asked, checks)
         else:  # where the weights are now
@@ -108,7 +140,8 @@ def _compose(asked: Asked, saved: Mapping[str, Any] | None) -> TrainConfig:
         asked = _at(origin, asked)
     cfg = convert(TrainConfig, _resolve(_set(base, asked, checks)), "", checks)
     if origin is not None and saved is None:
-        cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
+        if origin.described is None:
+            cfg = dataclasses.replace(cfg, data=fill_in(cfg.data, flatten(asked.changes), origin.text_settings))
         if cfg.execution.param_dtype == "stored":
             cfg = dataclasses.replace(cfg, init_forms=origin.forms(cfg))
     return cfg
@@ -238,14 +271,14 @@ def _replace_groups(saved: Mapping[str, Any], asked: Asked, checks: Checks) -> d
 
 def _for_weights(origin: Origin, base: Mapping[str, Any], asked: Asked, checks: Checks) -> dict[str, Any]:
     """Return the sections of a run that starts from weights which differ: their model, and defaults for them."""
-    family, shown = origin.model["family"], f"init_from={origin.path}"
+    family, shown = origin.model["family"], origin.shown
     named = asked.choices.get("model", family)
     if named != family or ("model" in asked.choices and not is_own("model", family)):
         raise UserError(f"model={show(named)} but {shown} has its own model; leave model out")
     if (kind := checks.tags["model"][1].get(family)) is None:
         raise refuse_saved({"model": family})
     model = complete(kind, origin.model)
-    check_settings(kind, model, asked.changes, origin.path)
+    check_settings(kind, model, asked.changes, origin.shown)
     found: dict[str, Any] = {"model": first_settings(kind, model)}
     rule = checks.tags["optimizer"][1].get(base["optimizer"].get("name"))
     if rule is not None and "learning_rate" in base["optimizer"]:

@@ -5,6 +5,7 @@ Nothing here reads a weight. `moezoo.training.initial` does, when the run begins
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,8 @@ from moezoo.data import Chat, DataSettings, PythonStdlib
 from moezoo.data.file_settings import FileSettings
 from moezoo.errors import UserError, locating
 from moezoo.hub.folders import find_tokenizer, has_tokenizer, no_tokenizer, text_settings
-from moezoo.hub.kept import Form, describe_forms
-from moezoo.hub.opening import check_tensors, describe_download, open_folder
+from moezoo.hub.kept import Form, describe_forms, usual_forms
+from moezoo.hub.opening import Described, check_tensors, describe, describe_download, open_folder, read_config
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
 from moezoo.models.adapters import NoAdapter
 from moezoo.models.blueprint import Blueprint
@@ -35,6 +36,7 @@ class Origin(NamedTuple):
         run: The configuration of the run; None for a Hugging Face folder.
         data: What the run was trained on; None where that is a class of the user's own.
         upcycle: What becomes of a dense model.
+        described: What config.json describes, where nothing else of the folder is read; None for weights.
     """
 
     path: Path
@@ -44,6 +46,12 @@ class Origin(NamedTuple):
     run: TrainConfig | None = None
     data: DataSettings | None = None
     upcycle: Upcycle = NOT_UPCYCLED
+    described: Described | None = None
+
+    @property
+    def shown(self) -> str:
+        """The key and the path, for messages."""
+        return f"{'init_from' if self.described is None else 'folder'}={self.path}"
 
     @property
     def has_tokenizer(self) -> bool:
@@ -74,8 +82,11 @@ class Origin(NamedTuple):
         if self.run is not None:
             own = self.run.execution.param_dtype
             return dict(self.run.init_forms) if own == "stored" else {"*": Form(own)}
-        opened = dataclasses.replace(open_folder(self.path, self.upcycle), config=cfg.model)
         blueprint = Blueprint(cfg.model, trained=cfg.trained, frozen=cfg.frozen, adapter=cfg.adapter)
+        if (told := self.described) is not None:
+            forms = usual_forms(Blueprint(cfg.model).shapes, told.quantization, told.usual_dtype)
+            return {path: form for path, form in forms.items() if path in blueprint.constant_paths}
+        opened = dataclasses.replace(open_folder(self.path, self.upcycle), config=cfg.model)
         found = check_tensors(opened, blueprint.shapes)
         with locating(str(self.path)):
             return describe_forms(blueprint, found.holdings)
@@ -129,11 +140,31 @@ def folder_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
             "one of these"
         )
     opened = open_folder(path, upcycle)
-    stored = opened.files.guess_dtype().name
-    if opened.quantization is not None:
-        stored += f", {opened.quantization.NAME}"
-    model = {"family": path_of(type(opened.config)), **to_plain(opened.config)}
-    return Origin(path.resolve(), model, opened.sha256, stored, upcycle=upcycle)
+    stored = _stored(opened.files.guess_dtype().name, opened)
+    return Origin(path.resolve(), _section(opened), opened.sha256, stored, upcycle=upcycle)
+
+
+def described_origin(path: Path, typed: str, upcycle: Upcycle) -> Origin:
+    """Return what the config.json of a folder says, which the user set folder to as `typed`; nothing else is read.
+
+    `path` is the folder or the file. Raises `UserError` for what is neither, and for what moezoo does not have.
+    """
+    if not path.exists():
+        raise UserError(
+            f"{show(f'folder={typed}')}: there is no such folder, and no such file{describe_download(path)}"
+        )
+    described = describe(path, upcycle) if path.is_file() else read_config(path, upcycle)
+    sha256 = hashlib.sha256(json.dumps(described.mapping, sort_keys=True).encode()).hexdigest()
+    stored = _stored(described.usual_dtype, described)
+    return Origin(path.resolve(), _section(described), sha256, stored, upcycle=upcycle, described=described)
+
+
+def _section(described: Described) -> dict[str, Any]:
+    return {"family": path_of(type(described.config)), **to_plain(described.config)}
+
+
+def _stored(dtype: str, described: Described) -> str:
+    return dtype if described.quantization is None else f"{dtype}, {described.quantization.NAME}"
 
 
 def run_origin(path: Path, mapping: Mapping[str, Any], run: TrainConfig) -> Origin:
@@ -186,7 +217,7 @@ def first_settings(kind: type, section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str, Any], where: Path) -> None:
+def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> None:
     """Raise `UserError` for a key of `changes` that contradicts the model's `section` and may not.
 
     Keys that a section does not have are left to the conversion.
@@ -194,7 +225,7 @@ def check_settings(kind: type, section: Mapping[str, Any], changes: Mapping[str,
     settings, free = flatten({"model": section}), {f"model.{key}" for key, _ in _changeable(kind)}
     for key, value in changes.items():
         if key not in free and settings.get(key, value) != value:
-            shown = f"{key}={show(value)} but the weights of init_from={where} have {key}={show(settings[key])}"
+            shown = f"{key}={show(value)} but the weights of {where} have {key}={show(settings[key])}"
             raise UserError(f"{shown}; leave it out")
 
 

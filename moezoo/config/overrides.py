@@ -166,13 +166,16 @@ def replace(words: Sequence[str], changes: Sequence[str]) -> list[str]:
     return [*kept, *changes]
 
 
-def words_of(key: str, text: str) -> list[str]:
-    """Return the overrides in a text of several, which the option `key` has. Raises `UserError` as `read` does."""
+def words_of(key: str, text: str, own: Collection[str] = ()) -> list[str]:
+    """Return the overrides in a text of several, which the option `key` has; `own` are keys of the command itself.
+
+    Raises `UserError` as `read` does.
+    """
     try:
         words = shlex.split(text)
     except ValueError:
         raise UserError(f"{key}={show(text)}: a quote is not closed; close it") from None
-    read(words)
+    read([word for word in words if word.partition("=")[0] not in own], own)
     return words
 
 

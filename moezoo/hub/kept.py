@@ -1,7 +1,8 @@
 """Models whose weights of few bits stay as a folder holds them: which arrays become containers of which form."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ import numpy as np
 
 from moezoo.errors import UserError
 from moezoo.hub.few_bits import BY_NAME, FORMATS
-from moezoo.hub.formats.base import FewBitTensor, outputs_first
+from moezoo.hub.formats.base import FewBitTensor, Format, outputs_first
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.tensors import Tensor, is_of_products, tensors
-from moezoo.hub.weight_files import DTYPES
+from moezoo.hub.weight_files import DTYPE_NAMES
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -23,8 +24,7 @@ from moezoo.parallel.axes import parameter_table, pattern_of
 from moezoo.typed import check_fields, show
 
 # The dtypes of numbers, and of the scales of few bits.
-_NUMBERS = {np.dtype(kind).name for kind in DTYPES.values()}
-_SCALES = _NUMBERS | {"uint8"}
+_SCALES = {*DTYPE_NAMES, "uint8"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Form:
     def __post_init__(self):
         check_fields("init_forms", self)
         is_few = self.format is not None
-        has_kind = self.dtype in (_SCALES if is_few else _NUMBERS) and (not is_few or self.format in BY_NAME)
+        has_kind = self.dtype in (_SCALES if is_few else DTYPE_NAMES) and (not is_few or self.format in BY_NAME)
         if not has_kind or len(self.block) != 2 * is_few or min(self.block, default=1) < 1:
             raise _no_form(self)
 
@@ -60,13 +60,18 @@ class Form:
     def of(cls, holding: Holding) -> "Form":
         """Return that of a tensor of a folder. Raises `UserError` for a format that is only widened."""
         if isinstance(holding, FewBits):
-            if holding.few.format.NAME not in BY_NAME:
-                raise UserError(
-                    f"few bits cannot be kept: {holding.few.values} is in the format {holding.few.format.NAME}, which "
-                    "is only widened; write dtype=bfloat16, or in a run execution.param_dtype=bfloat16"
-                )
-            return cls(holding.scale_dtype.name, holding.few.format.NAME, holding.few.block)
+            return cls.of_few_bits(holding.few, holding.scale_dtype)
         return cls(holding.dtype.name)
+
+    @classmethod
+    def of_few_bits(cls, few: FewBitTensor, scale: np.dtype) -> "Form":
+        """Return that of a weight with scales in this dtype. Raises `UserError` for a format that is only widened."""
+        if few.format.NAME not in BY_NAME:
+            raise UserError(
+                f"few bits cannot be kept: {few.values} is in the format {few.format.NAME}, which is only widened; "
+                "write dtype=bfloat16, or in a run execution.param_dtype=bfloat16"
+            )
+        return cls(scale.name, few.format.NAME, few.block)
 
     @classmethod
     def from_text(cls, text: str) -> "Form":
@@ -170,6 +175,41 @@ def in_forms(model: LanguageModel, forms: Mapping[str, Form], constant: Collecti
     return jax.tree_util.tree_map_with_path(put, model)
 
 
+def usual_tensors(shapes: LanguageModel, form: Format | None) -> Iterator[Tensor | FewBitTensor]:
+    """Yield the tensors of a model, in few bits where released folders of the format have them."""
+    for tensor in tensors(shapes, family_of(shapes.config).hub):
+        of_experts = ".experts." in tensor.parts[0][0]
+        if form is not None and form.has(tensor) and is_of_products(tensor) and (of_experts or not form.OF_EXPERTS):
+            yield form.tensor(tensor)
+        else:
+            yield tensor
+
+
+def usual_forms(shapes: LanguageModel, form: Format | None, dtype: str) -> dict[str, Form]:
+    """Return what released folders of a format store the arrays of a model as, by path; those in numbers have `dtype`.
+
+    Raises `UserError` for a format that is only widened.
+    """
+    found = {}
+    for tensor in usual_tensors(shapes, form):
+        is_few = isinstance(tensor, FewBitTensor)
+        for path, _ in (tensor.tensor if is_few else tensor).parts:
+            if f".{path}" not in found:
+                found[f".{path}"] = Form.of_few_bits(tensor, tensor.format.SCALE_DTYPE) if is_few else Form(dtype)
+    return found
+
+
+def usual_bytes(shapes: LanguageModel, form: Format | None, dtype: str) -> int:
+    """Return the bytes of all tensors that a released folder of a format has, with numbers in `dtype`."""
+    total = 0
+    for tensor in usual_tensors(shapes, form):
+        if isinstance(tensor, FewBitTensor):
+            total += tensor.stored_bytes
+        else:
+            total += math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
+    return total
+
+
 def in_format(shapes: LanguageModel, name: str) -> LanguageModel:
     """Return the shapes of a model whose weights have few bits where released folders of this format have them.
 
@@ -181,11 +221,10 @@ def in_format(shapes: LanguageModel, name: str) -> LanguageModel:
         raise UserError(f"--few-bits={show(name)[:80]}: {why}expected one of {', '.join(BY_NAME)}")
     form = BY_NAME[name]()
     containers = {}
-    for tensor in tensors(shapes, family_of(shapes.config).hub):
-        if form.has(tensor) and is_of_products(tensor) and (".experts." in tensor.parts[0][0] or not form.OF_EXPERTS):
-            for part, (path, _) in enumerate(tensor.parts):
-                if path not in containers:
-                    containers[path] = _container(form.tensor(tensor), part, form.SCALE_DTYPE)
+    for few in (each for each in usual_tensors(shapes, form) if isinstance(each, FewBitTensor)):
+        for part, (path, _) in enumerate(few.tensor.parts):
+            if path not in containers:
+                containers[path] = _container(few, part, form.SCALE_DTYPE)
     if not containers:
         raise UserError(f"--few-bits={name}: folders of this family have no weight that fits it; choose another format")
     return _with_containers(shapes, containers)

@@ -31,8 +31,9 @@ from moezoo.hub.other_names import (
     text_config,
 )
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
+from moezoo.hub.unknown_types import PAGE, describe_type
 from moezoo.hub.upcycling import NOT_UPCYCLED, Upcycle
-from moezoo.hub.weight_files import WeightFiles, common_dtype, describe_others
+from moezoo.hub.weight_files import DTYPE_NAMES, WeightFiles, common_dtype, describe_others
 from moezoo.models import Family, ModelConfig, families
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
@@ -48,7 +49,7 @@ class Described:
     """A folder as its config.json describes it.
 
     Attributes:
-        folder: The folder.
+        folder: The folder of config.json.
         mapping: Its config.json.
         is_nested: Whether that is of a model around the text model.
         family: The family of the text model.
@@ -57,6 +58,7 @@ class Described:
         quantization: The format of its weights of few bits; None where none is stated.
         keys: Our settings and the keys that hold their values, for messages.
         upcycle: What becomes of a dense model.
+        dtype: The dtype that config.json names for its other weights; None where it names none that is read.
     """
 
     folder: Path
@@ -68,6 +70,12 @@ class Described:
     quantization: Format | None
     keys: Mapping[str, str]
     upcycle: Upcycle
+    dtype: str | None
+
+    @property
+    def usual_dtype(self) -> str:
+        """`dtype`, or where there is none that of most released models."""
+        return self.dtype or "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +144,17 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         raise UserError(f"{folder}: there is no such folder; {advice}")
     if not (folder / "config.json").exists():
         raise UserError(f"{folder}: no config.json; name a Hugging Face model folder{describe_others(folder)}")
-    mapping = read_json(folder / "config.json")
+    return describe(folder / "config.json", upcycle)
+
+
+def describe(file: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
+    """Return what a config.json of any name describes, with ModelOpt's file beside it. Raises as `read_config` does."""
+    mapping = read_json(file)
     try:
         text = text_config(mapping)
     except UserError as error:
-        raise UserError(f"{folder}/{error}") from error
-    family = _family(text, text is not mapping, folder, upcycle)
+        raise UserError(f"{file}{str(error).removeprefix('config.json')}") from error
+    family = _family(text, text is not mapping, file, upcycle)
     hub = family.dense if upcycle.experts else family.hub
     assert hub is not None
     keys = hub.keys(text["model_type"])
@@ -153,18 +166,19 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         words = re.sub(r"\bmodel\.([a-z_0-9]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         words = words.removeprefix("config.json: ")
         table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
-        raise UserError(f"{folder}/config.json: {table}{words}") from error
+        raise UserError(f"{file}: {table}{words}") from error
     try:
         quantization = read_quantization(mapping)
     except UserError as error:
-        raise UserError(f"{folder}/{error}") from error
+        raise UserError(f"{file}{str(error).removeprefix('config.json')}") from error
     if quantization and inner and quantization != inner:
-        raise UserError(
-            f"{folder}/config.json: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one"
-        )
-    quantization = quantization or inner or read_modelopt_file(folder)
+        raise UserError(f"{file}: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one")
+    quantization = quantization or inner or read_modelopt_file(file.parent)
     config = upcycle.widen(config) if upcycle.experts else config
-    return Described(folder, mapping, text is not mapping, family, hub, config, quantization, keys, upcycle)
+    named = [table.get(key) for table in (text, mapping) for key in ("dtype", "torch_dtype")]
+    dtype = next((name for name in named if name in DTYPE_NAMES), None)
+    is_nested = text is not mapping
+    return Described(file.parent, mapping, is_nested, family, hub, config, quantization, keys, upcycle, dtype)
 
 
 def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
@@ -236,13 +250,13 @@ def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     return Numbers(opened.files, tensor) if few is None else FewBits(opened.files, few)
 
 
-def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Upcycle) -> Family:
-    """Return the family of a folder, or with `upcycle` the one that its dense model becomes."""
+def _family(mapping: Mapping[str, Any], is_text: bool, file: Path, upcycle: Upcycle) -> Family:
+    """Return the family of a config.json, or with `upcycle` the one that its dense model becomes."""
     sparse = {kind: family for family in reversed(families()) for kind in family.hub.types}
     dense = {kind: family for family in reversed(families()) if family.dense for kind in family.dense.types}
     kinds, others = (dense, sparse) if upcycle.experts else (sparse, dense)
     kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
-    where = f"{folder}/config.json{f': {TEXT}' if is_text else ''}"
+    where = f"{file}{f': {TEXT}' if is_text else ''}"
     if kind is None:
         raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
     if isinstance(kind, str) and kind in others:
@@ -253,9 +267,11 @@ def _family(mapping: Mapping[str, Any], is_text: bool, folder: Path, upcycle: Up
         has = f"a mixture of experts, and upcycle is for {', '.join(sorted(dense))}; leave it out"
         raise UserError(f"{where}: model_type={kind} is {has if upcycle.experts else need}")
     if not isinstance(kind, str) or kind not in kinds:
-        name = show(kind)[:80]
         # Programs write this key, and a type whose name is similar is another model: it is not proposed.
-        raise UserError(f"{where}: unknown model_type '{name}'; valid: {', '.join(sorted(valid))}")
+        read = f"valid: {', '.join(sorted(valid))}"
+        if isinstance(kind, str) and not upcycle.experts and (differs := describe_type(mapping)):
+            read = f"{differs}; {PAGE} has the types that are read"
+        raise UserError(f"{where}: unknown model_type '{show(kind)[:80]}'; {read}")
     return kinds[kind]
 
 

@@ -33,6 +33,8 @@ _NO_MODELS = ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.p
 _METADATA = "__metadata__"  # an entry of a header that is no tensor
 # What a file may hold, and the dtype in which a model has it: JAX computes in float32 at most.
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float32}
+# The names of these dtypes, as config.json has them.
+DTYPE_NAMES = tuple(np.dtype(kind).name for kind in dict.fromkeys(DTYPES.values()))
 # What numbers of few bits and their scales are read as (`moezoo.hub.few_bits`).
 _BITS = {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "U8": np.uint8, "I32": np.int32}
 _STORED = DTYPES | {"F64": np.float64} | _BITS

@@ -113,12 +113,12 @@ def child() -> None:
 
 def _compile(words: Sequence[str], topology: str, call: CallName) -> Compiled:
     from moezoo.config.build import blueprint_on
-    from moezoo.config.compose import compose
+    from moezoo.config.compose import compose_described
     from moezoo.parallel.mesh import mesh_of, no_context_mesh
     from moezoo.tools.absent import absent_devices, memory_of
     from moezoo.tools.calls import CALLS
 
-    began, cfg = time.monotonic(), compose(*words)
+    began, cfg = time.monotonic(), compose_described(*words)
     mesh = mesh_of(cfg.mesh, absent_devices(topology))
     with no_context_mesh():
         lowered = CALLS[call](cfg, blueprint_on(cfg), mesh).trace().lower()

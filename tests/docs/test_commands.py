@@ -108,12 +108,11 @@ def check_options(command: MoezooCommand | None, words: Sequence[str]) -> None:
             compose(*element.words)
     elif command.name == "plan":
         check_plan(words)
-    elif command.configure is not None:
-        command.configure(*words)
     else:
         switches, words = take_switches(command.switches, words) if command.switches else (None, words)
-        words = split(command.keys, words)[1] if command.keys else words
-        compose(*overrides.replace(words, (getattr(switches, "against", None) or "").split()))
+        words = words if command.configure or not command.keys else split(command.keys, words)[1]
+        words = overrides.replace(words, (getattr(switches, "against", None) or "").split())
+        (command.configure or compose)(*words)
 
 
 def check_plan(words: Sequence[str]) -> None:

@@ -252,8 +252,9 @@ def refuse(folder, line):
 @by_table(
     r"""
     keys => line
-    {"model_type": "mixtral2"} => unknown model_type 'mixtral2'; valid: deepseek_v2, .*mixtral,
-    {"model_type": "lama"} => unknown model_type 'lama'; valid: deepseek_v2, deepseek_v3
+    {"model_type": "mixtral2"} => unknown model_type 'mixtral2'; (mixtral|deepseek_v3) knows all of its keys, which does
+    {"model_type": "lama", "num_experts_per_tok": null, "num_local_experts": null, "n_routed_experts": null}
+        => unknown model_type 'lama'; moezoo finds no experts in its keys
     {"model_type": null} => config.json has no model_type; expected one of deepseek_v2
     {"hidden_size": null} => config.json: hidden_size=null: expected a whole number
     {"vocab_size": 25} => embed_tokens.weight has shape \[24, 8\], expected \[25, 8\] by

@@ -16,6 +16,7 @@ from tiny_models import keys_of, write_zeros
 import moezoo
 from moezoo.hub.few_bits import read_quantization
 from moezoo.hub.folders import hub_model_config
+from moezoo.hub.opening import read_config
 
 TENSORS, CHANNELS = int4_config(), fp8_channels_config()
 # Words in the tables: what stands between the brackets of an object.
@@ -122,6 +123,12 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3 => {"topk_method": "greedy"} => topk_method=greedy ... only noaux_tc
     v3 => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
     v3 => {"gated_attention": true} => gated_attention=true ... does not know this key
+    v3 => {"gated_attention": true, "stem": 2, "hidden_act": "gelu", "_a": 1, "b": null}
+        => hidden_act=gelu: this family supports only silu or swish
+    v3 => {"gated_attention": true, "stem": 2, "attention_bias": true, "_a": 1, "b": null}
+        => attention_bias=true: this family
+    v3 => {"gated_attention": true, "stem": 2, "mlp_bias": true, "_a": 1, "b": null}
+        => gated_attention=true, stem=2: moezoo does not know these keys ... delete those that do not
     v3 => {"qk_head_dim": 15} => qk_head_dim=15 ... only 14
     v3 => {"mlp_layer_types": ["dense", "sparse"]} => mlp_layer_types=['dense', 'sparse'] ... does not know this key
     v3 => {"index_topk": 8} => index_topk=8 ... does not know this key
@@ -170,13 +177,47 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     kimi_k25 => {"tie_word_embeddings": "x"} => tie_word_embeddings=x: expected true or false
     kimi_k25 => {"n_group": 2} => n_group=2: moezoo does not know this key
     kimi_k25 => {"model_type": "mistral3"} => ignore_index=-100: moezoo does not know this key
-    kimi_k25 => {"model_type": "mistral33"} => unknown model_type 'mistral33'; valid: ... mistral3,
+    kimi_k25 => {"model_type": "mistral33"} => unknown model_type 'mistral33'; deepseek_v3 knows all of the keys of its
+        text_config, which does not make it the same model; docs/model_types.md
     """
 )
 def test_keys(tmp_path, name, keys, line):
     (tmp_path / "config.json").write_text(json.dumps(change_keys(name, read(keys))))
     with refused(f"{tmp_path}/config.json: {line}"):
         moezoo.from_pretrained(tmp_path)
+
+
+def test_a_long_list_of_keys_is_cut(tmp_path):
+    keys = {f"stem_kernel_{number:02}": number for number in range(40)}
+    (tmp_path / "config.json").write_text(json.dumps(keys_of("v3") | keys))
+    with refused(
+        f"{tmp_path}/config.json: stem_kernel_00=0, ", ", stem_kernel_12=12 and 27 more: moezoo does not know"
+    ):
+        read_config(tmp_path)
+
+
+@by_table(
+    """
+    name => keys => line
+    mixtral => {} => mixtral knows all of its keys, which does not make it the same model; docs/model_types.md
+    v3.2 => {} => deepseek_v32 knows all of its keys
+    gpt_oss => {} => gpt_oss knows all of its keys
+    qwen3 => {"linear_dim": 8, "linear_heads": [1, 2]}
+        => it is a model of its own: qwen3_moe knows most of its keys, but not linear_dim, linear_heads; docs
+    qwen3 => {"shared_expert_intermediate_size": 64, "hidden_act": "gelu"}
+        => it is a model of its own: qwen3_moe knows most of its keys, has no hidden_act=gelu,
+        shared_expert_intermediate_size=64; docs
+    qwen3 => {"num_experts": null, "num_experts_per_tok": null} => moezoo finds no experts in its keys, and
+    qwen3 => {"num_experts": {"a": 1}, "rope_parameters": [1], "hidden_size": "x"} => qwen3_moe knows all of its keys
+    qwen3 => {"text_config": {"num_experts": 4, "window": 3}} => valid: deepseek_v2
+    qwen3 => {"text_config": {"hidden_size": 4}} => moezoo finds no experts in the keys of its text_config
+    """
+)
+def test_a_type_that_is_not_read(tmp_path, name, keys, line):
+    """The keys beside those of the nearest type are named; none of the messages proposes another type."""
+    (tmp_path / "config.json").write_text(json.dumps(keys_of(name) | {"model_type": "qwen3_moe_2"} | json.loads(keys)))
+    with refused(f"{tmp_path}/config.json: unknown model_type 'qwen3_moe_2'; {line}"):
+        read_config(tmp_path)
 
 
 @by_table(

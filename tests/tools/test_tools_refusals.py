@@ -1,5 +1,6 @@
 """Mistakes in the words of a tool: one line, exit code 2, nothing printed or written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,22 @@ def _runs():
         Path(name).mkdir()
         Path(name, "config.yaml").touch()
         Path(name, "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+    }
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 32}
+    moe = sizes | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    few = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    other = moe | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
+    other |= {"model_type": "foo_moe", "router_heads": 2, "stem_kernel": 3, "mlp_bias": True}
+    del other["num_local_experts"], other["intermediate_size"]
+    written = {"moe": moe, "dense": sizes | {"model_type": "mistral"}, "other": other, "nvfp4": moe | few}
+    for name, keys in written.items():
+        Path(f"{name}.json").write_text(json.dumps(keys))
 
 
 # PLAN is a plan of a small model on eight v5p, which nothing compiles.
@@ -59,6 +76,24 @@ def _runs():
     sharding mesh=ep8 --against batch_size=12 => batch_size=12 is not divisible by 8
     sharding --paramaters-only => --paramaters-only: no such option; did you mean '--parameters-only'?
     sharding run_dir=old => run_dir=old: sharding writes no run; to describe a saved one, write resume=FOLDER
+    sharding folder=nowhere => folder=nowhere: there is no such folder, and no such file
+    sharding folder=org/model => folder=org/model: there is no ... hf download org/model
+    sharding folder=a => a: no config.json; name a Hugging Face model folder
+    sharding folder=a folder=b => folder=b: folder is given twice
+    sharding folder=a init_from=b => folder=a and init_from=b name two models; leave one of them out
+    sharding folder=a resume=b => folder=a and resume=b name two models
+    sharding folder=moe.json model=mixtral => model=mixtral but folder= ... moe.json has its own model; leave model out
+    sharding folder=moe.json model.layers=3 => model.layers=3 but the weights of folder= ... have model.layers=2
+    sharding folder=dense.json => dense.json: model_type=mistral is a dense model
+    sharding folder=moe.json --against folder=b => b: no config.json
+    sharding folder=moe.json --against flder=b => flder: there is no key 'flder'; did you mean 'folder'?
+    sharding folder=other.json => other.json: unknown model_type 'foo_moe'; it is a model of its own: qwen3_moe
+        knows most of its keys, but not router_heads, stem_kernel, and has no mlp_bias=true, and needs intermediate_size
+    sharding folder=nvfp4.json execution.param_dtype=stored
+        => few bits cannot be kept: model.layers.0.self_attn.q_proj.weight is in the format nvfp4 of ModelOpt
+    plan topology=v5p:2x2x2 folder=nowhere --estimate => folder=nowhere: there is no such folder
+    plan topology=v5p:2x2x2 mesh=ep8 folder=other.json --estimate => other.json: unknown model_type 'foo_moe'
+    train folder=moe.json => folder: there is no key 'folder'; did you mean 'init_from'
     sharding --mesh=ep8 => --mesh=ep8: settings have no dashes; write mesh=VALUE
     sharding model=mixtral_8x7b --few-bits=mxfp4 --parameters-only
         => --few-bits=mxfp4: folders of this family have no weight that fits it; choose another format

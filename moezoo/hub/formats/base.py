@@ -199,6 +199,13 @@ class FewBitTensor:
         return (*lead, *self.format.row(columns // self.format.PER_ITEM))
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes of numbers, of scales in their usual dtype, and of the factor."""
+        per_item, per_scale = (4 if self.format.KIND == "I32" else 1), self.format.SCALE_DTYPE.itemsize
+        values, scales = math.prod(self.values_shape) * per_item, math.prod(self.scale_shape) * per_scale
+        return values + scales + 4 * (self.factor is not None)
+
+    @property
     def kept_values(self) -> Tensor:
         """The tensor of numbers as bytes, whose parts are the `values` of containers."""
         last, per = self.tensor.split[1] - 1, self.format.CONTAINER.PER_BYTE

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from moezoo.config.build import blueprint_of
-from moezoo.config.compose import compose
+from moezoo.config.compose import compose_described
 from moezoo.config.overrides import groups
 from moezoo.config.sizes import dividing, limits_of
 from moezoo.errors import UserError
@@ -51,7 +51,7 @@ def mesh_name(mesh: Mapping[str, int]) -> str:
 
 def check_mesh(words: Sequence[str], where: Slice) -> None:
     """Refuse a mesh that is not the size of the slice; the message has the nearest one that is."""
-    sizes = compose(*words).mesh.sizes
+    sizes = compose_described(*words).mesh.sizes
     if -1 in sizes.values() or (have := math.prod(sizes.values())) == where.devices:
         return
     axis = max(sizes, key=lambda each: sizes[each] if each in ("fsdp", "data") else 0)
@@ -67,7 +67,7 @@ def check_mesh(words: Sequence[str], where: Slice) -> None:
 
 def fill(words: Sequence[str], where: Slice) -> tuple[str, ...]:
     """Return `words` with the size of the slice in place of a mesh axis of -1."""
-    sizes = compose(*words).mesh.sizes
+    sizes = compose_described(*words).mesh.sizes
     rest = [axis for axis, size in sizes.items() if size == -1]
     if not rest:
         return tuple(words)
@@ -110,7 +110,7 @@ def searched(words: Sequence[str], where: Slice, call: CallName) -> Iterator[tup
 
 
 def _of_rules(words: tuple[str, ...], where: Slice, call: CallName) -> Iterator[tuple[str, ...]]:
-    cfg = compose(*words)
+    cfg = compose_described(*words)
     batches = "configured" if call in ("train", "evaluate") else "any"
     limits = limits_of(cfg, blueprint_of(cfg).shapes, batches)
     usual = [each for each in dividing(cfg, limits, where.devices) if _is_usual(each, cfg.seq_len)]

@@ -28,6 +28,11 @@ class Keys:
         "a100, h100, b200), h200:8x8 (nodes x GPUs)",
         "KIND:SIZES",
     )
+    folder: str | None = key(
+        "instead of model: a Hugging Face folder, of which config.json is read and no weight, or a config.json",
+        "FOLDER",
+        default=None,
+    )
     mesh: str | None = key("one mesh, or several to compare: fsdp64,fsdp8_ep8; all for a search", "A,B", default=None)
     rules: str | None = key("rules, or several to compare; all for each", "A,B", default=None)
     dispatch: str | None = key("a strategy, or several to compare; all for each", "A,B", default=None)
@@ -50,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the rows of a plan, and what it recommends."""
     switches, words = take_switches(Switches, arguments)
     keys, words = take(Keys, words)
+    words = [f"folder={keys.folder}"] * (keys.folder is not None) + words
     for word in words:
         if word.startswith("run_dir="):
             raise UserError(f"{word}: plan writes no run; to plan for a saved one, write resume=FOLDER")
@@ -62,6 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     if not has_started():
         cpu_devices(1)  # tracing must not occupy an accelerator
     from moezoo.tools.apart import check_compiler
+    from moezoo.tools.described import folder_lines
     from moezoo.tools.plan import text
 
     searching = _searching(keys, words)
@@ -69,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError(f"layouts={keys.layouts}: of a search, and there is none; leave it out, or write mesh=all")
     if not switches.estimate:
         check_compiler(str(where))
-    notes: list[str] = []
+    notes = folder_lines(words)
     found: list[Any] = []
     rows = _compare(keys, words, where, switches)
     if searching:
@@ -265,6 +272,7 @@ COMMAND = ConfiguredCommand(
         "model=mixtral_8x7b topology=v5p:4x4x4 batch_size=768 seq_len=4096",
         "model=qwen3_30b_a3b topology=h200:8 mesh=ep8 dispatch=all batch_size=64 seq_len=4096 --estimate",
         "model=deepseek_v3 topology=v5p:8x8x8 mesh=fsdp64_ep8,fsdp512 rules=all batch_size=512 seq_len=4096 --estimate",
+        "folder=FOLDER topology=h200:8 batch_size=64 seq_len=4096 execution.dtype=bfloat16 --estimate",
         "model=gpt_oss_120b topology=h200:8 rules=serve mesh=ep8 batch_size=64 seq_len=4096 --call=decode",
     ),
     groups=("model",),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moezoo.config.build import blueprint_on, build_execution
-from moezoo.config.compose import compose
+from moezoo.config.compose import compose_described
 from moezoo.config.own import path_of
 from moezoo.config.settings import TrainConfig
 from moezoo.config.sizes import divisors
@@ -107,7 +107,7 @@ def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, le
     """
     words = tuple(words)
     try:
-        cfg = compose(*words)
+        cfg = compose_described(*words)
         if least and call == "train" and (row := _too_large(words, cfg, where)):
             return row
         cfg, row = _laid_out(words, cfg, where, call)
@@ -119,7 +119,7 @@ def estimate(words: Sequence[str], where: Slice, call: CallName = "train", *, le
 def with_memory(row: PlanRow, where: Slice, call: CallName) -> PlanRow:
     """Return a row with what is held, where `estimate(least=True)` gave only its arguments and gradients."""
     known = row.memory is not None or row.bytes_per_device is None
-    return row if known else _laid_out(row.words, compose(*row.words), where, call)[1]
+    return row if known else _laid_out(row.words, compose_described(*row.words), where, call)[1]
 
 
 def refused(words: Sequence[str], where: Slice, reason: str) -> PlanRow:
@@ -136,7 +136,7 @@ def program_of(words: Sequence[str], where: Slice) -> Hashable:
     Raises:
         UserError: The parts of the configuration do not fit together.
     """
-    cfg = compose(*words)
+    cfg = compose_described(*words)
     execution = on_mesh(build_execution(cfg, abstract_mesh(cfg.mesh), batches="any"))
     stored = tuple(str(placement) for placement in jax.tree.leaves(execution.placements(blueprint_on(cfg).shapes)))
     group = execution.expert_group(cfg.model.experts)
@@ -207,7 +207,7 @@ def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> It
     Each is one setting; if none is enough, all are tried together. More devices are named too.
     """
     yield from settings_that_help(words, where, call)
-    words, cfg = tuple(words), compose(*words)
+    words, cfg = tuple(words), compose_described(*words)
     axis = "fsdp" if "fsdp" in cfg.rules.mesh_axes else "expert"
     for factor in (2, 4, 8, 16):
         more = f"mesh.{axis}={cfg.mesh.sizes[axis] * factor}"
@@ -218,7 +218,7 @@ def remedies(words: Sequence[str], where: Slice, call: CallName = "train") -> It
 
 def settings_that_help(words: Sequence[str], where: Slice, call: CallName = "train") -> Iterator[str]:
     """Yield those of `remedies` that need no more devices: overrides, several of them joined by a space."""
-    words, cfg = tuple(words), compose(*words)
+    words, cfg = tuple(words), compose_described(*words)
     settings = _savings(cfg, call)
     alone = [next((each for each in values if _fits((*words, each), where, call)), None) for values in settings]
     yield from filter(None, alone)
@@ -254,7 +254,7 @@ def _savings(cfg: TrainConfig, call: CallName) -> list[list[str]]:
 
 def _fits(words: Sequence[str], where: Slice, call: CallName) -> bool:
     try:
-        return footprint(compose(*words), call, target=target_of(where)).peak <= where.chip.predicted_bytes
+        return footprint(compose_described(*words), call, target=target_of(where)).peak <= where.chip.predicted_bytes
     except UserError:
         return False
 

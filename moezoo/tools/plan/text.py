@@ -9,11 +9,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from moezoo.config.compose import compose
+from moezoo.config.compose import compose_described
 from moezoo.errors import UserError
 from moezoo.models import name_of
 from moezoo.parallel.traffic import CallName
 from moezoo.terminal.tables import cell, plain
+from moezoo.tools.described import to_train
 from moezoo.tools.plan.candidates import mesh_name
 from moezoo.tools.plan.estimate import PlanRow, as_mapping
 from moezoo.tools.plan.hardware import LEAST_RATIO, Slice
@@ -57,7 +58,7 @@ def title(rows: Sequence[PlanRow], words: Sequence[str], where: Slice, call: Cal
     """Return what was planned, and for which devices."""
     chip, about = where.chip, call
     with contextlib.suppress(UserError):  # a strategy that has an option of the words may be in the rows only
-        cfg = compose(*(rows[0].words if rows else words))
+        cfg = compose_described(*(rows[0].words if rows else words))
         about = f"{call} {name_of(cfg.model)}: batch_size={cfg.batch_size} seq_len={cfg.seq_len}"
     memory = f"{show_bytes(chip.hbm_bytes)} at {chip.hbm_speed / 1e12:.2f} TB/s"
     return f"{about} on {where}: {where.devices:,} x {chip.flops / 1e12:,.0f} TFLOP/s and {memory}"
@@ -85,7 +86,7 @@ def _answer(rows: Sequence[PlanRow], where: Slice, call: CallName) -> Iterator[s
         yield from wrap(f"caution: {best.caution}")
     if fitting and call == "train":
         yield "train with:"
-        yield _command([*chip.setting.split(), "moezoo", "train", *_last(best.words)])
+        yield _command([*chip.setting.split(), "moezoo", "train", *map(to_train, _last(best.words))])
     elif fitting and chip.setting:
         yield f"set: {chip.setting}"
 

@@ -7,9 +7,20 @@ from typing import Any, Literal
 
 from moezoo.cli.command import ConfiguredCommand
 from moezoo.config import overrides
-from moezoo.config.options import key, take_switches
+from moezoo.config.options import key, take, take_switches
 from moezoo.errors import UserError
-from moezoo.typed import show
+from moezoo.typed import show, types_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The command's own keys."""
+
+    folder: str | None = key(
+        "instead of model: a Hugging Face folder, of which config.json is read and no weight, or a config.json",
+        "FOLDER",
+        default=None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +47,14 @@ class Switches:
     json: bool = key("print the rows as JSON, with all numbers", default=False)
 
     def __post_init__(self):
-        overrides.words_of("--against", self.against or "")
+        overrides.words_of("--against", self.against or "", types_of(Keys))
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print the layout, or the difference between two."""
-    from moezoo.config.compose import compose
+    from moezoo.config.compose import compose_described
     from moezoo.parallel.mesh import cpu_devices, has_started
+    from moezoo.tools.described import folder_lines
     from moezoo.tools.sharding import text
     from moezoo.tools.sharding.describe import describe, find_differences
     from moezoo.training.report import unsplit_lines
@@ -51,10 +63,12 @@ def main(arguments: Sequence[str]) -> None:
     for word in words:
         if word.startswith("run_dir="):
             raise UserError(f"{show(word)}: sharding writes no run; to describe a saved one, write resume=FOLDER")
-    configurations = [compose(*words)]
+    take(Keys, words)
+    every = [words]
     if switches.against is not None:
-        changes = overrides.words_of("--against", switches.against)
-        configurations.append(compose(*overrides.replace(words, changes)))
+        changes = overrides.words_of("--against", switches.against, types_of(Keys))
+        every.append(_against(words, changes))
+    configurations = [compose_described(*each) for each in every]
     if not has_started():
         cpu_devices(1)  # tracing must not occupy an accelerator
     parts = "parameters" if switches.parameters_only else "all"
@@ -62,8 +76,8 @@ def main(arguments: Sequence[str]) -> None:
     pairs = list(zip(configurations, blueprints, strict=True))
     layouts = [describe(cfg, switches.call, parts=parts, blueprint=blueprint) for cfg, blueprint in pairs]
     titles = []
-    for cfg, blueprint in pairs:
-        notes = unsplit_lines(cfg.rules, cfg.mesh.sizes)
+    for each, (cfg, blueprint) in zip(every, pairs, strict=True):
+        notes = [*folder_lines(each), *unsplit_lines(cfg.rules, cfg.mesh.sizes)]
         if switches.few_bits is not None:
             notes.append(f"weights of layers in {switches.few_bits}, as its folders have them, kept and not trained")
         notes += [] if switches.parameters_only else _notes(cfg, blueprint, switches.call)
@@ -75,6 +89,20 @@ def main(arguments: Sequence[str]) -> None:
         return
     differences = find_differences(*layouts)
     print(text.as_json(differences) if switches.json else text.render_differences(titles, layouts, differences))
+
+
+def _against(words: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return `words` with `changes`; of folder and model, the one that these name takes the place of the other."""
+    named = {change.partition("=")[0] for change in changes} & {"folder", "model"}
+    kept = [word for word in words if not named or word.partition("=")[0].partition(".")[0] not in ("folder", "model")]
+    return overrides.replace(kept, changes)
+
+
+def _configure(*words: str) -> Any:
+    """Return the configuration that `--cfg job` prints."""
+    from moezoo.config.compose import compose_described
+
+    return compose_described(*words)
 
 
 def _blueprint(cfg: Any, few_bits: str | None) -> Any:
@@ -115,6 +143,8 @@ COMMAND = ConfiguredCommand(
     "sharding",
     "show what each device stores, computes and receives",
     main,
+    keys=Keys,
+    configure=_configure,
     description="Show how a configuration is laid out, on a mesh of any size without its devices: every parameter, the "
     "main activations, and every collective of the traced program with the bytes that one device receives from it.",
     switches=Switches,
@@ -122,6 +152,7 @@ COMMAND = ConfiguredCommand(
         "model=mixtral mesh=fsdp2_ep4",
         "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --against rules=shard_exp_on_fsdp",
         "model=deepseek_v3 mesh.fsdp=64 mesh.expert=8 batch_size=512 seq_len=4096 --call=decode --json",
+        "folder=FOLDER mesh.expert=8 execution.dtype=bfloat16 execution.param_dtype=bfloat16",
         "model=gpt_oss_120b rules=serve mesh.expert=8 batch_size=8 seq_len=4096 --call=decode --few-bits=mxfp4",
     ),
     groups=("model", "mesh", "rules", "dispatch"),
