@@ -261,8 +261,8 @@ class DeltaMixer(Mixer):
             text = SplitText.of(context, execution.sequence_group, type(self).__name__)
             inputs, strength, decay, segment = text.cut((inputs, strength, decay, segment))
             with jax.named_scope("convolution"):
-                before = Inputs(*(text.last_before(x, self._reach, 0) for x in inputs))
-                segment_before = text.last_before(segment, self._reach, -1)
+                before = Inputs(*(text.last_before(x, self._reach) for x in inputs))
+                segment_before = text.segments_before(context, self._reach)
         else:
             kept: Memory = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, past.layer, keepdims=False), past.state)
             before, segment_before = kept.inputs, jnp.broadcast_to(segment, (len(segment), self._reach))
@@ -278,7 +278,7 @@ class DeltaMixer(Mixer):
             if text is None:
                 start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=k.shape[2]))
             elif len(text.chunks) > 1:
-                last_segment = segment_before[:, -1]
+                last_segment = text.segments_before(context, 1)[:, 0]
                 start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
             else:
                 start = None

@@ -292,7 +292,6 @@ def recurrent(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
     book("B", "psum", heads, tokens * embed, run.width)
     book("B" if "attention.norm.scale" in trains else "", "psum", heads, value_dim, run.reduce_width)
     taps = chunks * (shapes["attention.convolutions[0].weight"][0] - 1)
-    book("FR", "all_gather", run.sequence, taps, INT32)  # documents
     for numbers in (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim):
         book("FR", "all_gather", run.sequence, taps * numbers, run.width)  # inputs of convolutions
         book("B", "reduce_scatter", run.sequence, taps * numbers * run.ways(run.sequence), run.width)

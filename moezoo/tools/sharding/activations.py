@@ -13,7 +13,7 @@ from moezoo.models.base import LanguageModel
 from moezoo.models.layers import block_path
 from moezoo.moe.mixture import for_group
 from moezoo.nn.base import Mixer
-from moezoo.nn.cache import Cache, Kept
+from moezoo.nn.cache import Cache
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -83,7 +83,7 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             if gathered:
                 axes, local = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), local, dtype, execution)
-        yield from _recurrent_rows(block.attention, rows, execution)
+        yield from _of_chunks(block.attention, rows, execution)
     yield from () if call.cache is None else cache_rows(model, call.cache, execution)
     if any(block.moe is not None for block in blocks):
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
@@ -98,23 +98,15 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
     yield _row("logits held at once", ("tokens", "vocab"), (whole.token_axes,), logits, jnp.float32, whole)
 
 
-def _recurrent_rows(mixer: Mixer, rows: int, execution: MeshExecution) -> Iterator[ActivationRow]:
-    """Yield the states of a recurrent mixer, one per chunk of a text, and what chunks make for each other."""
-    ways, over = execution.ways(execution.sequence_axes), (execution.batch_axes, execution.sequence_axes)
-    chunks = 1 if ways == 1 else 2 if execution.sequence_order == "balanced" else 1
-
-    def row(name: str, kept: Kept, count: int, over: Spec) -> ActivationRow:
+def _of_chunks(mixer: Mixer, rows: int, execution: MeshExecution) -> Iterator[ActivationRow]:
+    """Yield what chunks of split sequences make for each other, as every device has it."""
+    ways, split = execution.ways(execution.sequence_axes), (execution.batch_axes, ())
+    chunks = ways * (2 if execution.sequence_order == "balanced" else 1)
+    for name, kept in mixer.chunk_sizes().items() if ways > 1 else ():
         sizes = [max(1, size // _ways(axis, execution)) for axis, size in kept.sizes.items()]
-        dtype = kept.dtype or execution.dtype
-        return _row(name, ("batch", "chunk", *kept.sizes), over, (rows, count, *sizes), dtype, execution)
-
-    state = mixer.state(1)
-    if not state.num_slots:
-        for path, kept in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, Kept)):
-            yield row(f"{jax.tree_util.keystr(path).removeprefix('.')} of the state", kept, chunks, over)
-    if ways > 1:
-        for name, kept in mixer.chunk_sizes().items():
-            yield row(f"{name} gathered over the sequence", kept, chunks * ways, (over[0], ()))
+        local, dtype = (rows, chunks, *sizes), kept.dtype or execution.dtype
+        name = f"{name} gathered over the sequence"
+        yield _row(name, ("batch", "chunk", *kept.sizes), split, local, dtype, execution)
 
 
 def _pipeline_rows(cfg: TrainConfig, call: Call) -> Iterator[ActivationRow]:
