@@ -94,6 +94,10 @@ class Mixer(eqx.Module):
         """
         return {}
 
+    def least_chunk(self) -> int:
+        """Return the fewest tokens of a chunk of a split sequence."""
+        return 1
+
     def chunk_sizes(self) -> Mapping[str, Kept]:
         """Return what each chunk of tokens makes for the later ones of its text where devices share sequences, by name.
 

@@ -309,6 +309,10 @@ class DeltaMixer(Mixer):
         matrix: Any = Kept({"value_heads": heads, "key_dim": self.key.shape[-1], "value_dim": value_dim}, "float32")
         return Memory(0, Inputs(*inputs), matrix)
 
+    def least_chunk(self) -> int:
+        """Return the tokens that a filter reads of the chunk before."""
+        return max(1, self._reach)
+
     def chunk_sizes(self) -> dict[str, Kept]:
         """Return the map of states, both its arrays side by side, and the last inputs of the convolutions."""
         state, dims = self.state(0), (self.key.shape[-1], self.value.shape[-1])

@@ -114,7 +114,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
-    "qwen3_5_deep": ("qwen3_5", {"layers": 8, "attention_every": 4}, 3),
+    "qwen3_5_deep": ("qwen3_5", {"layers": 8}, 3),
 }
 
 Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
@@ -263,6 +263,10 @@ OPTIMIZERS: dict[str, tuple[UpdateRule, Schedule]] = {
 }
 
 
+# Of these families, queries, keys, values and gates of heads have one matrix per head under Muon.
+PER_HEAD = ("grouped", "qwen3_5")
+
+
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
     """Return the layouts: those that moezoo ships, one that a user may write, and one for a single extra case."""
@@ -378,9 +382,9 @@ class Case:
 
     @property
     def rule(self) -> UpdateRule:
-        """The update rule. Under Muon, queries, keys and values of Qwen3-MoE have one matrix per head."""
+        """The update rule."""
         rule = OPTIMIZERS[self.optimizer][0]
-        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family == "grouped" else rule
+        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family in PER_HEAD else rule
 
     @property
     def settings(self) -> TrainConfig:

@@ -427,8 +427,17 @@ _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_
 _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
 _MATRICES |= {f"delta_{name}": _MATRICES[name] for name in ("query", "key", "value", "out")}
 _MATRICES |= {"delta_gate": "ioo", "delta_decay": "io", "delta_strength": "io", "attention_gate": "ioo"}
-_MATRICES |= {"shared_token_gate": "io"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
+
+
+# ... and what has one matrix per head, where that is set.
+_PER_HEAD = (
+    "query",
+    "key",
+    "value",
+    "attention_gate",
+    *(f"delta_{name}" for name in ("query", "key", "value", "gate")),
+)
 
 
 def orthogonalise(matrix: np.ndarray) -> np.ndarray:
@@ -442,7 +451,7 @@ def orthogonalise(matrix: np.ndarray) -> np.ndarray:
 
 def muon_direction(name: str, mix: np.ndarray, per_head: bool) -> np.ndarray:
     """Return the orthogonalised matrices of an array, one by one, times 0.2 sqrt(max(inputs, outputs))."""
-    letters = "imo" if per_head and name in ("query", "key", "value") else _MATRICES[name]
+    letters = "imo" if per_head and name in _PER_HEAD else _MATRICES[name]
     letters = "m" * (mix.ndim - len(letters)) + letters
     order = [dim for letter in "mio" for dim, found in enumerate(letters) if found == letter]
     shape = [mix.shape[dim] for dim in order]

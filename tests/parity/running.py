@@ -14,7 +14,7 @@ import oracle_recurrent
 import pytest
 from blueprints import as_blueprint
 from compiled import Budget, budget_of
-from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
+from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_recurrent import Recurrent
 from oracle_rope import Rope
@@ -296,7 +296,7 @@ def oracle_optimizer(optimizer: str, family: Family, parameters: oracle.Paramete
     if not isinstance(rule, Muon):
         return adamw
     buffers = {name: zeros[name] for name in oracle.muon_names(parameters)}
-    return oracle.Muon(rule.momentum, family == "grouped", adamw, buffers)
+    return oracle.Muon(rule.momentum, family in PER_HEAD, adamw, buffers)
 
 
 def worst_error(found: oracle.Parameters, wanted: oracle.Parameters) -> float:

@@ -213,6 +213,8 @@ def weights(book: Book, run: Run, arrays: list[Array]) -> None:
             numbers //= array.shape[array.axes.names.index("kv_heads")]
         # What is only added is not needed for gradients. It is gathered again where its sum is not kept.
         added = array.role == "bias" and run.remat in (("dots", "none") if of_experts else ("none",))
+        # What meets split widths whole is kept in this form.
+        added |= array.path.endswith("token_gate") and bool(run.kept("mlp")) and run.remat == "none"
         # Devices use it on different tokens along these axes.
         summed = run.tokens + (run.experts if run.moves_weights and of_experts else ())
         for over in reversed(array.gathered):
@@ -416,8 +418,8 @@ def muon(book: Book, run: Run, optimizer: Any, arrays: list[Array]) -> None:
 
 
 def is_muons(optimizer: Any, array: Array) -> bool:
-    """Return whether Muon updates an array: by default weights of layers, except routers."""
-    default = array.role == "weight" and not {"vocab", "router"} & set(array.axes.names)
+    """Return whether Muon updates an array: by default weights of layers, except routers and gates of tokens."""
+    default = array.role == "weight" and not {"vocab", "router", "token_gate"} & set(array.axes.names)
     muon, adamw = (
         any(re.fullmatch(re.escape(each).replace(r"\*", ".*"), array.path) for each in patterns)
         for patterns in (optimizer.muon, optimizer.adamw)
