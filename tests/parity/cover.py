@@ -114,7 +114,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
-    "qwen3_5_deep": ("qwen3_5", {"layers": 8}, 3),
+    "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
 }
 
 Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
@@ -129,7 +129,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
-    "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
+    "qwen3_5": (Qwen35Config, _QWEN3_5, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -574,7 +574,7 @@ STAGED_CASES = (
     Case(
         "ragged", "stage4_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "gpt_oss_deep", "adamw", pipeline=Circular(4)
     ),
-    Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", "muon", pipeline=Circular(4)),
+    Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", pipeline=Circular(4)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "qwen3_5_deep", "adamw", "ring", 1, _TICK),
     Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )
