@@ -21,7 +21,7 @@ from moezoo.typed import Positive, Range, Size, check_fields, show
 WORDS = {
     "attention": ("*.attention.*",),
     "experts": ("*.feed_forward.experts.*",),
-    "shared": ("*.feed_forward.shared.*",),
+    "shared": tuple(f"*.feed_forward.shared.{name}" for name in ("gate", "up", "down")),
     "mlp": ("*.feed_forward.gate", "*.feed_forward.up", "*.feed_forward.down"),
 }
 _ALL = "all"

@@ -156,6 +156,7 @@ def _check_batches(cfg: TrainConfig, execution: MeshExecution) -> None:
     except UserError as error:
         raise UserError(f"{error}{_other_cuts(cfg, execution)}") from None
     execution.token_order(cfg.seq_len)
+    _check_chunks(cfg, execution)
     if (tokens := cfg.batch_size * cfg.seq_len) >= 2**31:
         raise UserError(
             f"batch_size={cfg.batch_size} x seq_len={cfg.seq_len} makes {tokens} tokens per step, and they are counted "
@@ -167,6 +168,21 @@ def _check_batches(cfg: TrainConfig, execution: MeshExecution) -> None:
         raise UserError(
             f"dispatch.chunks={cfg.dispatch.chunks} exceeds the {tokens} tokens per device and {part}; choose at "
             f"most {tokens}, and few: each chunk is compiled separately"
+        )
+
+
+def _check_chunks(cfg: TrainConfig, execution: MeshExecution) -> None:
+    """Refuse chunks of split sequences that are shorter than what a layer reads of the chunk before."""
+    if (ways := execution.ways(execution.sequence_axes)) == 1:
+        return
+    chunks = ways * (2 if execution.sequence_order == "balanced" else 1)
+    blocks = (block for stack in blueprint_of(cfg).shapes.stacks for block in stack.blocks)
+    if cfg.seq_len // chunks < (least := max(block.attention.least_chunk() for block in blocks)):
+        axes = " x ".join(f"mesh.{axis}={execution.sizes[axis]}" for axis in execution.sequence_axes)
+        raise UserError(
+            f"seq_len={cfg.seq_len} in {chunks} chunks ({axes}, execution.sequence_order={execution.sequence_order}) "
+            f"has {cfg.seq_len // chunks} tokens per chunk, and a layer reads {least} tokens of the chunk before; make "
+            f"seq_len at least {least * chunks}, or split sequences over fewer devices"
         )
 
 

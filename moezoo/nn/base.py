@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 import equinox as eqx
 from jaxtyping import Array, Float, PyTree
 
-from moezoo.nn.cache import Past, State
+from moezoo.nn.cache import Kept, Past, State
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -30,6 +30,19 @@ class MixerOutput(NamedTuple):
         """Return the result of all heads: one psum over the `group` that shares them, then the bias."""
         y = group.leave(self.y)
         return y if self.bias is None else y + self.bias[None, None]
+
+
+class TokenFlops(NamedTuple):
+    """What a mixer computes for one token in a forward pass besides products with weights and attention, in FLOPs.
+
+    Attributes:
+        convolution: What filters do.
+        recurrence: What reading one token into a state and answering it takes. A program that reads many tokens at once
+            computes more.
+    """
+
+    convolution: int = 0
+    recurrence: int = 0
 
 
 class Mixer(eqx.Module):
@@ -80,6 +93,21 @@ class Mixer(eqx.Module):
         On a split sequence this is what devices exchange. The module is as for `state`.
         """
         return {}
+
+    def least_chunk(self) -> int:
+        """Return the fewest tokens of a chunk of a split sequence."""
+        return 1
+
+    def chunk_sizes(self) -> Mapping[str, Kept]:
+        """Return what each chunk of tokens makes for the later ones of its text where devices share sequences, by name.
+
+        As `shared_sizes`, but one array for all tokens of a chunk, whatever their number.
+        """
+        return {}
+
+    def token_flops(self) -> TokenFlops:
+        """Return the FLOPs of a token in a layer, over all heads of the module, which is as for `state`."""
+        return TokenFlops()
 
 
 class FeedForwardOutput(NamedTuple):

@@ -35,10 +35,12 @@ class Kept:
     """Stands for an array [batch, ...] that a mixer will keep: the sizes of the dimensions after `batch`, in order.
 
     They are named by logical axes; `slots` is the axis of tokens. The size of `kv_heads` and of other axes that devices
-    split is that in the mixer's arrays: of the whole weight, or of this device's part.
+    split is that in the mixer's arrays: of the whole weight, or of this device's part. `dtype` is that of the array;
+    None: that of activations.
     """
 
     sizes: Mapping[str, int]
+    dtype: str | None = None
 
 
 class State(eqx.Module):
@@ -130,7 +132,7 @@ def fill_declared(mixer: Any, kept: PyTree, length: int) -> State:
     """Return the state that `mixer` declares for texts of `length` tokens, filled with `kept`, of one layer's prompts.
 
     Raises:
-        UserError: The mixer declares no state, or `kept` has other shapes than it declares.
+        UserError: The mixer declares no state, or `kept` has other shapes or dtypes than it declares.
     """
     who, declared = f"mixer {type(mixer).__name__}", mixer.state(length)
     if not isinstance(declared, State):
@@ -148,10 +150,13 @@ def fill_declared(mixer: Any, kept: PyTree, length: int) -> State:
 
 
 def _differing(declared: Kept, filled: Array) -> str:
-    """Return how the shape of an array differs from what is declared; empty if it does not."""
+    """Return how the shape or dtype of an array differs from what is declared; empty if it does not."""
     wanted, has = tuple(declared.sizes.values()), filled.shape[1:]
     named = " ".join(f"{axis}={size}" for axis, size in declared.sizes.items())
-    return "" if has == wanted else f"its state declares {named}, and what it keeps has {has}"
+    if has != wanted:
+        return f"its state declares {named}, and what it keeps has {has}"
+    dtype = declared.dtype or filled.dtype.name
+    return "" if dtype == filled.dtype.name else f"its state declares {dtype}, and what it keeps is {filled.dtype.name}"
 
 
 class Past(NamedTuple):

@@ -13,6 +13,7 @@ with q and k divided by their norms and q by sqrt(head_dim) as well. Each key he
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -24,17 +25,19 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.errors import UserError
 from moezoo.kernels.delta_rule import Operands, Start, delta_rule, span_map
-from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.base import Mixer, MixerOutput, TokenFlops
 from moezoo.nn.cache import Kept, Past, State
 from moezoo.nn.linear import draws_numbers, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.nn.split_text import SplitText
-from moezoo.parallel.axes import Bias, Scale, Weight
+from moezoo.parallel.axes import Bias, Scale, Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.typed import Size, check_fields
+
+name_sizes(key_heads="model.delta.key_heads", value_heads="model.delta.value_heads")
 
 # Below the root of the norms of queries and keys.
 _TINY = 1e-6
@@ -66,21 +69,32 @@ class DeltaSizes:
             )
 
 
+class Activations(NamedTuple):
+    """The activations, the same on all devices that share heads: as they are, and as they meet weights split by heads.
+
+    They enter once, so that the backward pass sums their gradient once.
+    """
+
+    whole: Float[Array, "batch seq embed"]
+    entered: Float[Array, "batch seq embed"]
+
+
 class HeadDecay(eqx.Module):
     """One decay per value head: -exp(rate) softplus(weight x + bias), in float32 behind the product."""
 
-    weight: Weight[Array, "embed -> heads"]
-    rate: Scale[Array, "heads"]
-    bias: Bias[Array, "heads"]
+    weight: Weight[Array, "embed -> value_heads"]
+    rate: Scale[Array, "value_heads"]
+    bias: Bias[Array, "value_heads"]
 
     def __init__(self, embed: int, sizes: DeltaSizes, *, dtype: jnp.dtype, key: Array):
         first, second = jax.random.split(key)
         self.weight = normal(first, (embed, sizes.value_heads), embed**-0.5, dtype)
         self.rate, self.bias = _rates(second, sizes, dtype), jnp.ones((sizes.value_heads,), dtype)
 
-    def __call__(self, x: Float[Array, "batch seq embed"], group: InnerGroup) -> Float[Array, "batch seq heads"]:
+    def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads"]:
         """Return the logarithms of factors."""
-        at = project(group.enter(x), self.weight).astype(jnp.float32) + _wide(self.bias)[None, None]
+        del group
+        at = project(x.entered, self.weight).astype(jnp.float32) + _wide(self.bias)[None, None]
         return -jnp.exp(_wide(self.rate))[None, None] * jax.nn.softplus(at)
 
 
@@ -91,9 +105,9 @@ class ChannelDecay(eqx.Module):
     """
 
     down: Weight[Array, "embed -> decay_lora"]
-    up: Weight[Array, "decay_lora -> heads head_dim"]
-    rate: Scale[Array, "heads"]
-    bias: Bias[Array, "heads head_dim"]
+    up: Weight[Array, "decay_lora -> value_heads head_dim"]
+    rate: Scale[Array, "value_heads"]
+    bias: Bias[Array, "value_heads head_dim"]
     lowest: float | None = eqx.field(static=True)
 
     def __init__(
@@ -105,11 +119,9 @@ class ChannelDecay(eqx.Module):
         self.up = normal(keys[1], (rank, heads, dim), rank**-0.5, dtype)
         self.rate, self.bias, self.lowest = _rates(keys[2], sizes, dtype), jnp.ones((heads, dim), dtype), lowest
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], group: InnerGroup
-    ) -> Float[Array, "batch seq heads head_dim"]:
+    def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads head_dim"]:
         """Return the logarithms of factors."""
-        low = group.enter(project(x, self.down))
+        low = group.enter(project(x.whole, self.down))
         at = project(low, self.up).astype(jnp.float32) + _wide(self.bias)[None, None]
         rate = jnp.exp(_wide(self.rate))[None, None, :, None]
         return -rate * jax.nn.softplus(at) if self.lowest is None else self.lowest * jax.nn.sigmoid(rate * at)
@@ -118,34 +130,31 @@ class ChannelDecay(eqx.Module):
 class FullGate(eqx.Module):
     """silu(weight x), float32."""
 
-    weight: Weight[Array, "embed -> heads head_dim"]
+    weight: Weight[Array, "embed -> value_heads head_dim"]
 
     def __init__(self, embed: int, sizes: DeltaSizes, *, dtype: jnp.dtype, key: Array):
         self.weight = normal(key, (embed, sizes.value_heads, sizes.value_dim), embed**-0.5, dtype)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], group: InnerGroup
-    ) -> Float[Array, "batch seq heads head_dim"]:
+    def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads head_dim"]:
         """Return the factors of results."""
-        return jax.nn.silu(project(group.enter(x), self.weight).astype(jnp.float32))
+        del group
+        return jax.nn.silu(project(x.entered, self.weight).astype(jnp.float32))
 
 
 class LowRankGate(eqx.Module):
     """sigmoid(up down x), float32."""
 
     down: Weight[Array, "embed -> gate_lora"]
-    up: Weight[Array, "gate_lora -> heads head_dim"]
+    up: Weight[Array, "gate_lora -> value_heads head_dim"]
 
     def __init__(self, embed: int, sizes: DeltaSizes, *, rank: int, dtype: jnp.dtype, key: Array):
         first, second = jax.random.split(key)
         self.down = normal(first, (embed, rank), embed**-0.5, dtype)
         self.up = normal(second, (rank, sizes.value_heads, sizes.value_dim), rank**-0.5, dtype)
 
-    def __call__(
-        self, x: Float[Array, "batch seq embed"], group: InnerGroup
-    ) -> Float[Array, "batch seq heads head_dim"]:
+    def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads head_dim"]:
         """Return the factors of results."""
-        return jax.nn.sigmoid(project(group.enter(project(x, self.down)), self.up).astype(jnp.float32))
+        return jax.nn.sigmoid(project(group.enter(project(x.whole, self.down)), self.up).astype(jnp.float32))
 
 
 def _rates(key: Array, sizes: DeltaSizes, dtype: jnp.dtype) -> Array:
@@ -200,15 +209,15 @@ class DeltaMixer(Mixer):
     """
 
     splits_sequences: ClassVar[bool] = True
-    query: Weight[Array, "embed -> heads head_dim"]
-    key: Weight[Array, "embed -> heads head_dim"]
-    value: Weight[Array, "embed -> heads head_dim"]
+    query: Weight[Array, "embed -> key_heads head_dim"]
+    key: Weight[Array, "embed -> key_heads head_dim"]
+    value: Weight[Array, "embed -> value_heads head_dim"]
     convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution]
     decay: HeadDecay | ChannelDecay
-    strength: Weight[Array, "embed -> heads"]
+    strength: Weight[Array, "embed -> value_heads"]
     gate: FullGate | LowRankGate
     norm: RMSNorm
-    out: Weight[Array, "heads head_dim -> embed"]
+    out: Weight[Array, "value_heads head_dim -> embed"]
 
     def __init__(
         self,
@@ -244,14 +253,16 @@ class DeltaMixer(Mixer):
         """Mix these tokens, or with a `past` one token with the state of those before."""
         heads, order = execution.inner_group("heads"), execution.kernel("delta_rule")
         segment, wide = context.queries.segment, heads.enter(x)
+        activations = Activations(x, wide)
         inputs = Inputs(*(project(wide, weight) for weight in (self.query, self.key, self.value)))
         strength = jax.nn.sigmoid(project(wide, self.strength).astype(jnp.float32))
-        decay, text = self.decay(x, heads), None
+        decay, text = self.decay(activations, heads), None
         if past is None:
             text = SplitText.of(context, execution.sequence_group, type(self).__name__)
             inputs, strength, decay, segment = text.cut((inputs, strength, decay, segment))
-            before = Inputs(*(text.last_before(x, self._reach, 0) for x in inputs))
-            segment_before = text.last_before(segment, self._reach, -1)
+            with jax.named_scope("convolution"):
+                before = Inputs(*(text.last_before(x, self._reach) for x in inputs))
+                segment_before = text.segments_before(context, self._reach)
         else:
             kept: Memory = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, past.layer, keepdims=False), past.state)
             before, segment_before = kept.inputs, jnp.broadcast_to(segment, (len(segment), self._reach))
@@ -263,17 +274,18 @@ class DeltaMixer(Mixer):
         operands = Operands(
             _unit(q) * q.shape[-1] ** -0.5, _unit(k), by_key(v), by_key(decay), by_key(strength), segment
         )
-        if text is None:
-            start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=k.shape[2]))
-        elif len(text.chunks) > 1:
-            last_segment = segment_before[:, -1]
-            start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
-        else:
-            start = None
-        result, state = delta_rule(operands, start, order)
+        with jax.named_scope("delta_rule"):
+            if text is None:
+                start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=k.shape[2]))
+            elif len(text.chunks) > 1:
+                last_segment = text.segments_before(context, 1)[:, 0]
+                start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
+            else:
+                start = None
+            result, state = delta_rule(operands, start, order)
         result = rearrange(result, "b s h g v -> b s (h g) v")
         y = heads.enter_parameters(self.norm)(result if text is None else text.join(result))
-        y = (y.astype(jnp.float32) * self.gate(x, heads)).astype(x.dtype)
+        y = (y.astype(jnp.float32) * self.gate(activations, heads)).astype(x.dtype)
         left = Inputs(
             *(
                 last(jnp.concatenate(pair, 1), jnp.concatenate([segment_before, segment], 1), self._reach)
@@ -290,12 +302,32 @@ class DeltaMixer(Mixer):
         """Declare the inputs and the states, whatever the length."""
         del length
         inputs: Any = (
-            Kept({"tap": self._reach, "heads": w.shape[-2], "head_dim": w.shape[-1]})
-            for w in (self.query, self.key, self.value)
+            Kept({"tap": self._reach, heads: w.shape[-2], "head_dim": w.shape[-1]})
+            for heads, w in (("key_heads", self.query), ("key_heads", self.key), ("value_heads", self.value))
         )
         *_, heads, value_dim = self.value.shape
-        matrix: Any = Kept({"heads": heads, "key_dim": self.key.shape[-1], "value_dim": value_dim})
+        matrix: Any = Kept({"value_heads": heads, "key_dim": self.key.shape[-1], "value_dim": value_dim}, "float32")
         return Memory(0, Inputs(*inputs), matrix)
+
+    def least_chunk(self) -> int:
+        """Return the tokens that a filter reads of the chunk before."""
+        return max(1, self._reach)
+
+    def chunk_sizes(self) -> dict[str, Kept]:
+        """Return the map of states, both its arrays side by side, and the last inputs of the convolutions."""
+        state, dims = self.state(0), (self.key.shape[-1], self.value.shape[-1])
+        of_states = Kept({"value_heads": self.value.shape[-2], "key_dim": dims[0], "columns": sum(dims)}, "float32")
+        inputs = zip(Inputs._fields, state.inputs, strict=True)
+        return {"map of states": of_states} | {f"last inputs of the {name}": kept for name, kept in inputs}
+
+    def token_flops(self) -> TokenFlops:
+        """Return two per tap and channel; and 6 key_dim value_dim per value head: error, what is written, the answer.
+
+        A factor on each number of a state is no product.
+        """
+        *_, heads, value_dim = self.value.shape
+        filters = sum(math.prod(each.weight.shape[-3:]) for each in self.convolutions)
+        return TokenFlops(2 * filters, 6 * heads * self.key.shape[-1] * value_dim)
 
     @property
     def _reach(self) -> int:

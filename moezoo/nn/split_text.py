@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from moezoo.errors import UserError
 from moezoo.kernels.delta_rule import SpanMap
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather_tokens, own_block
-from moezoo.parallel.context_parallel import SequenceGroup
+from moezoo.parallel.context_parallel import SequenceGroup, in_order
 
 _Tree = TypeVar("_Tree", bound=PyTree)
 
@@ -61,23 +61,37 @@ class SplitText:
         """Invert `cut`."""
         return x.reshape(x.shape[0] // self.here, -1, *x.shape[2:])
 
-    def last_before(
-        self, x: Shaped[Array, "rows token *dims"], count: int, first: int
-    ) -> Shaped[Array, "rows count *dims"]:
-        """Return what the last `count` tokens before each chunk have; `first` before the first. One all-gather.
+    def last_before(self, x: Float[Array, "rows token *dims"], count: int) -> Float[Array, "rows count *dims"]:
+        """Return what the last `count` tokens before each chunk have; zeros before the first. One all-gather.
 
         Raises `UserError` if chunks are shorter.
         """
+        if len(self.chunks) == 1 or not count:
+            return jnp.zeros((x.shape[0], count, *x.shape[2:]), x.dtype)
+        self._check(x.shape[1], count)
+        return self._shifted(self._gather(x[:, -count:]), 0)
+
+    def segments_before(self, context: Context, count: int) -> Int[Array, "rows count"]:
+        """Return the documents of the last `count` tokens before each chunk; -1 before the first."""
+        rows = context.queries.segment.shape[0]
         if len(self.chunks) == 1:
-            return jnp.full((x.shape[0], count, *x.shape[2:]), first, x.dtype)
-        if x.shape[1] < count:
+            return jnp.full((rows, count), -1, jnp.int32)
+        whole = context.keys.segment.reshape(rows, len(self.chunks), -1)
+        self._check(whole.shape[2], count)
+        return self._shifted(whole[:, :, whole.shape[2] - count :], -1)
+
+    def _shifted(self, x: Shaped[Array, "batch chunk *dims"], first: int) -> Shaped[Array, "rows *dims"]:
+        """Return what the chunk before each chunk of this device has, of all in the order of devices."""
+        before = self._in_order(x)[:, :-1]
+        return self._own(jnp.pad(before, ((0, 0), (1, 0), *((0, 0),) * (before.ndim - 2)), constant_values=first))
+
+    @staticmethod
+    def _check(tokens: int, count: int) -> None:
+        if tokens < count:
             raise UserError(
-                f"chunks of {x.shape[1]} tokens are shorter than the {count} tokens that a layer reads of the chunk "
+                f"chunks of {tokens} tokens are shorter than the {count} tokens that a layer reads of the chunk "
                 "before; take longer sequences, or fewer devices that share them"
             )
-        before = self._in_order(self._gather(x[:, -count:]))[:, :-1]
-        shifted = jnp.pad(before, ((0, 0), (1, 0), *((0, 0),) * (before.ndim - 2)), constant_values=first)
-        return self._own(shifted)
 
     def states_before(self, spans: SpanMap) -> Float[Array, "rows key_heads group key_dim value_dim"]:
         """Return the states before each chunk, given the map of each. One all-gather for factors, one for terms."""
@@ -97,10 +111,10 @@ class SplitText:
 
     def _in_order(self, x: Array) -> Array:
         """Take [batch, chunk, ...] from the order of devices to that of tokens."""
-        return x[:, np.argsort(self.chunks)]
+        return in_order(x, self.chunks)
 
     def _own(self, x: Shaped[Array, "batch chunk *dims"]) -> Shaped[Array, "rows *dims"]:
         """Return what belongs to the chunks of this device, of all in the order of tokens."""
-        x = x[:, np.asarray(self.chunks)]
+        x = in_order(x, tuple(map(int, np.argsort(self.chunks))))
         mine = own_block(x, self.group.axes, 1) if self.group.axes else x
         return mine.reshape(-1, *x.shape[2:])

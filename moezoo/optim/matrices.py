@@ -70,7 +70,7 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 Ways = Callable[[MeshAxes], int]
-_HEADS, _LATENTS = ("heads", "kv_heads"), ("q_lora", "kv_lora")
+_HEADS, _LATENTS = ("heads", "kv_heads", "key_heads", "value_heads"), ("q_lora", "kv_lora")
 
 
 class Kind(NamedTuple):

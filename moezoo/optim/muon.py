@@ -43,7 +43,8 @@ class Muon(UpdateRule):
     - `orthogonal_dtype`: what matrices travel and are multiplied in to be orthogonalised.
     - `moment_dtype`: what the momentum, and the moments of AdamW, are kept in.
     - `muon`, `adamw`: patterns of paths, such as "*.attention.out", that override which part updates a parameter; `*`
-      stands for any text. By default AdamW has embeddings, the head, routers, scales, biases and parts of containers.
+      stands for any text. By default AdamW has embeddings, the head, routers, the vectors that
+      gate tokens, scales, biases and parts of containers.
     - `beta1`, `beta2`, `epsilon`: of AdamW.
     """
 
@@ -85,7 +86,7 @@ class Muon(UpdateRule):
                     f"optimizer.muon={show(self.muon)} matches {name}, which has role {axes.role.value} and no matrix; "
                     "choose weights only"
                 )
-            by_default = axes.role is Role.WEIGHT and not {"vocab", "router"} & set(axes.names)
+            by_default = axes.role is Role.WEIGHT and not {"vocab", "router", "token_gate"} & set(axes.names)
             return muon if name in chosen["muon"] or (by_default and name not in chosen["adamw"]) else adamw
 
         return jax.tree_util.tree_map_with_path(leaf, placements)

@@ -71,6 +71,8 @@ _REDUCTIONS = frozenset(
 _TOGETHER, _LARGE = "together", 1 << 32
 _LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 _KERNELS = frozenset(("pallas_call", "mosaic_gpu", "ffi_call", "core_map"))
+# The beginnings of the names of operations whose inner program joins two numbers.
+_COMBINING = ("scatter", "reduce", "select_and")
 
 
 class Held(NamedTuple):
@@ -195,7 +197,7 @@ class _Body:
             read = [None if isinstance(x, Literal) else names[x] for x in each.invars]
             inner = branch_for(each, self.platform)
             given = read[1:] if inner is not None else read
-            if inner is None and kind not in _LOOPS and kind not in _KERNELS:
+            if inner is None and kind not in _LOOPS and kind not in _KERNELS and not kind.startswith(_COMBINING):
                 inner = next((x for x in each.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)), None)
             if inner is not None:
                 body: Any = getattr(inner, "jaxpr", inner)

@@ -14,6 +14,8 @@ from moezoo.typed import check_fields, show
 # Inner dimensions of layers. Each pair must stay split over the same mesh axes: query heads meet their key heads, and
 # the results of routed and shared experts are summed over devices together.
 _PAIRS = (("heads", "kv_heads"), ("mlp", "expert_mlp"))
+# Axes that are split as another one: the results of all mixers are summed over the devices that share heads.
+_AS = {"key_heads": "heads", "value_heads": "heads"}
 _INNER = (*_PAIRS[0], *_PAIRS[1], "vocab")
 # Logical axes that a layer can compute on without gathering them first.
 _KEPT = ("expert", *_INNER)
@@ -58,6 +60,11 @@ class Rules:
             for logical, axes in table.items():
                 if logical not in LOGICAL_AXES:
                     raise UserError(f"rules.{field}.{logical}: no such logical axis; {nearest(logical, LOGICAL_AXES)}")
+                if logical in _AS:
+                    raise UserError(
+                        f"rules.{field}.{logical}: heads of recurrent layers are split as rules.{field}.{_AS[logical]} "
+                        "says, because a value head meets its key head; leave it out"
+                    )
                 self._check_axes(f"rules.{field}.{logical}", axes)
                 if logical == _LAYER and axes not in ((), (STAGE,)):
                     raise UserError(
@@ -137,7 +144,7 @@ class Rules:
 
     def kept(self, logical: str, sizes: Mapping[str, int]) -> MeshAxes:
         """Return the mesh axes of more than one device that a logical axis stays split over while computing."""
-        return live(self.compute.get(logical, ()), sizes)
+        return live(self.compute.get(_AS.get(logical, logical), ()), sizes)
 
     def inner_axes(self, sizes: Mapping[str, int]) -> MeshAxes:
         """Return the mesh axes of more than one device that heads, widths or the vocabulary stay split over."""
@@ -181,13 +188,13 @@ class Rules:
         whose = zip(axes.names, stored, kept, strict=True)
         gathered = tuple(() if name == _LAYER else s[len(k) :] for name, s, k in whose)
         taken = tuple(k if name in shared else () for name, k in zip(axes.names, kept, strict=True))
-        split = {axis for name in set(axes.within) & set(_INNER) for axis in self.kept(name, sizes)}
+        split = {axis for name in set(axes.within) & {*_INNER, *_AS} for axis in self.kept(name, sizes)}
         entered = tuple(sorted(split.difference(*kept)))
         ways = math.prod(sizes[axis] for dim in stored for axis in dim)
         return Placement(axes, stored, gathered, ways, taken, entered)
 
     def _stored(self, logical: str, sizes: Mapping[str, int], by_layer: bool) -> MeshAxes:
-        axes = live(self.store.get(logical, ()), sizes)
+        axes = live(self.store.get(_AS.get(logical, logical), ()), sizes)
         return axes if by_layer == (logical == _LAYER) else tuple(axis for axis in axes if axis != STAGE)
 
     def check_mesh(self, sizes: Mapping[str, int]) -> None:

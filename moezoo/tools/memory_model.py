@@ -66,9 +66,10 @@ def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Bluepr
     parameters = Term("parameters", program.memory["parameters"])
     held = (parameters, Term("parameters as loops read them", hoisted_bytes(model, execution)))
     own, more = execution.micro_batches // execution.stages, ()
-    given, passing = Term("batch", 4 * 4 * own * rows * length), stream(rows * length, model.config.embed, execution)
+    passing = stream(rows * length, model.config.embed, execution)
+    given = [Term("batch", 4 * 4 * own * rows * length)]
     if call != "evaluate":
-        given = Term("cache", sum(_cache_bytes(model, cfg, execution, rows)))
+        given = list(_cache(model, cfg, execution, rows))
     if execution.piped(model) is not None:  # what waits, what is done, and what passes
         more = (*stage_weights(model, None, execution), Term("micro-batches of the stage", (2 * own + 1) * passing))
     vocab = model.vocab // execution.inner_group("vocab").size
@@ -76,20 +77,24 @@ def _forward(cfg: TrainConfig, call: CallName, target: Target, blueprint: Bluepr
     traced = program.trace().jaxpr
     for loop in layer_loops(traced, "outside"):
         arrays = (Term(what, size) for what, size in held_in(loop, traced, target.platform).parts.items())
-        moments.append(moment_of("layers", *held, given, Term("residual stream", passing), *arrays, *more))
+        moments.append(moment_of("layers", *held, *given, Term("residual stream", passing), *arrays, *more))
     logits = Term("logits", 2 * 4 * vocab * program.logits)
-    moments.append(moment_of("head", *held, given, Term("unembedding", readout.whole), logits))
-    return Footprint(parameters.bytes + given.bytes * (call != "prefill"), tuple(moments))
+    moments.append(moment_of("head", *held, *given, Term("unembedding", readout.whole), logits))
+    arguments = parameters.bytes + sum(term.bytes for term in given) * (call != "prefill")
+    return Footprint(arguments, tuple(moments))
 
 
-def _cache_bytes(model: LanguageModel, cfg: TrainConfig, execution: MeshExecution, rows: int) -> Iterator[int]:
-    """Yield the bytes of the cache of each kind of layer, for the prompts and new tokens of `CALLS`."""
-    itemsize = jnp.dtype(execution.dtype).itemsize
+def _cache(model: LanguageModel, cfg: TrainConfig, execution: MeshExecution, rows: int) -> Iterator[Term]:
+    """Yield what is kept of the prompts and new tokens of `CALLS`, and what has one size whatever their length."""
+    found = {"cache": 0, "recurrent states": 0}
     for stack in model.stacks:
         for block in stack.blocks:
-            kept: Any = jax.tree.leaves(block.attention.state(round_up(cfg.seq_len) + round_up(1)), is_leaf=_is_kept)
-            numbers = sum(math.prod(_parts(each, execution)) for each in kept)
-            yield stack.count * rows * numbers * itemsize
+            state = block.attention.state(round_up(cfg.seq_len) + round_up(1))
+            kept: Any = jax.tree.leaves(state, is_leaf=_is_kept)
+            widths = (jnp.dtype(each.dtype or execution.dtype).itemsize for each in kept)
+            one = sum(math.prod(_parts(each, execution)) * width for each, width in zip(kept, widths, strict=True))
+            found["cache" if state.num_slots else "recurrent states"] += stack.count * rows * one
+    yield from (Term(name, size) for name, size in found.items() if size)
 
 
 def _is_kept(x: PyTree) -> bool:

@@ -88,6 +88,9 @@ def test_a_batch_that_a_mesh_does_not_split(overrides, mesh, other):
     mesh=fsdp2_ep4 model.embed=36 => mesh.fsdp=2 mesh.expert=4 ... 8 ways ... model.embed=36
         => mesh.data=2 mesh.fsdp=1 mesh.expert=4
     mesh.tensor=2 => mesh.tensor=2 ... rules fsdp_ep ... 'tensor' => mesh.expert=2 mesh.tensor=1
+    # A value head meets its key head: four devices do not share two of these.
+    model=qwen3_5 rules=tensor mesh.tensor=4 => mesh.tensor=4 ... 'key_heads' 4 ways ... model.delta.key_heads=2
+        => mesh.expert=2 mesh.tensor=2
     # Four devices may share two key-value heads, but not six.
     rules=tensor mesh.tensor=4 model.heads=12 model.kv_heads=6
         => mesh.tensor=4 ... 'kv_heads' 4 ways ... model.kv_heads=6 ... or is a multiple

@@ -88,6 +88,13 @@ def test_a_part_of_a_larger_array_counts_where_a_product_reads_it():
     assert held(lambda c, w, x: c + x, 1) == 1
 
 
+def test_an_operation_that_joins_numbers_is_one_step():
+    """The gradient of a choice of rows adds rows, by a program of two numbers, to as many zeros as there were rows."""
+    rows = jnp.array([3, 1])
+    gradient = lambda c, w: jax.vjp(lambda x: x[rows], c)[1](c[:2] @ w)[0] @ w  # noqa: E731
+    assert held(gradient) >= 1
+
+
 def test_a_loop_holds_the_widest_point_of_its_body():
     def body(c: Any, w: Any) -> Any:
         return jax.lax.fori_loop(0, 5, lambda _, x: x @ w + w @ x, c @ w)

@@ -44,6 +44,15 @@ from moezoo.parallel.mesh import abstract_mesh
     mesh.stage=2 execution.microbatches=4 execution.pipeline.microbatches=4
         => batch_size=8 is not divisible by 16 (execution.microbatches=4 x execution.pipeline.microbatches=4) ...
         or set execution.microbatches=2 or execution.pipeline.microbatches=2
+    # Recurrent layers: a period is a layer of each kind; filters read three tokens of the chunk before.
+    model=qwen3_5 model.attention_every=2 mesh.stage=8
+        => mesh.stage=8 needs 8 periods of 2 layers, and the longest run of one pattern has 4;
+        choose mesh.stage=4 or less
+    model=qwen3_5 mesh.context=4 seq_len=16
+        => seq_len=16 in 8 chunks (mesh.context=4, execution.sequence_order=balanced) has 2 tokens per chunk ...
+        reads 3 tokens of the chunk before; make seq_len at least 24
+    rules.store.key_heads=[tensor] => rules.store.key_heads: ... rules.store.heads ... leave it out
+    rules.compute.value_heads=[tensor] => rules.compute.value_heads: ... rules.compute.heads ... leave it out
     pp=2 => pp: there is no key 'pp' ... 'mesh.stage'
     mesh=pp2_ep4 => mesh=pp2_ep4 ... write mesh.stage=2 mesh.expert=4
     """

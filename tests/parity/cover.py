@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss`; `qwen3_5` in `RECURRENT_CASES` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -54,6 +54,7 @@ from moezoo.optim import SGD, AdamW, Constant, Cosine, Muon, Schedule, UpdateRul
 from moezoo.parallel.mesh_execution import MeshExecution, on_mesh
 from moezoo.parallel.pipeline import Circular
 from moezoo.parallel.rules import live
+from moezoo.parallel.sequence_order import SequenceOrder
 from moezoo.typed import convert
 
 Balance = Literal["batch", "sequence"]
@@ -98,9 +99,10 @@ _OLMOE |= {"router": {"gates": "scores"}}
 # The limit clamps some of the numbers in the experts of nearly every token.
 _GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
 _GPT_OSS |= {"swiglu_limit": 1.0}
-# A layer of each mixer; each of two key heads serves two value heads.
+# A layer of each mixer; each of two key heads serves two value heads. Chunks of a split sequence have at least the two
+# tokens that convolutions read of the one before.
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
-_QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5}, "rotary_dims": 4}
+_QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
@@ -112,6 +114,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
+    "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
 }
 
 Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
@@ -126,14 +129,16 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
-    "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
+    "qwen3_5": (Qwen35Config, _QWEN3_5, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
     _FAMILY_SETTINGS[_name] = (_class, _values | _changes, _seed)
-# The product contains every family of moezoo.
+# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
+RECURRENT = ("qwen3_5",)
+IN_PRODUCT = tuple(name for name in FAMILIES if name not in RECURRENT)
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
@@ -258,6 +263,10 @@ OPTIMIZERS: dict[str, tuple[UpdateRule, Schedule]] = {
 }
 
 
+# Of these families, queries, keys, values and gates of heads have one matrix per head under Muon.
+PER_HEAD = ("grouped", "qwen3_5")
+
+
 @functools.cache
 def rules() -> dict[str, moezoo.Rules]:
     """Return the layouts: those that moezoo ships, one that a user may write, and one for a single extra case."""
@@ -335,9 +344,11 @@ class Case:
     context_parallel: str = "gather"
     chunks: int = 1
     pipeline: Circular | None = None
+    sequence_order: SequenceOrder | None = None  # None: `order` chooses
 
     def __str__(self) -> str:
-        fields = {name: value for name, value in asdict(self).items() if name != "pipeline"}
+        left_out = {"pipeline"} if self.sequence_order else {"pipeline", "sequence_order"}
+        fields = {name: value for name, value in asdict(self).items() if name not in left_out}
         piped = () if self.pipeline is None else asdict(self.pipeline).values()
         return "-".join(map(str, (*fields.values(), *piped)))
 
@@ -351,9 +362,11 @@ class Case:
     def execution(self) -> MeshExecution:
         """The execution. No strategy drops tokens.
 
-        Attention's backend is named, because the kernel's own order never takes `chunked` for sequences this short.
+        Backends of attention and of the delta rule are named: their own order never takes `chunked` for sequences this
+        short.
         """
-        kernels = moezoo.Kernels(attention=("chunked",) if self.microbatches == 2 else ("reference",))
+        backend = ("chunked",) if self.microbatches == 2 else ("reference",)
+        kernels = moezoo.Kernels(attention=backend, delta_rule=backend)
         mesh, strategy = moezoo.make_mesh(shape_of(self.mesh)), STRATEGIES[self.strategy](chunks=self.chunks).exact
         layout = rules()[self.rules]
         options: Any = {"remat": self.remat, "kernels": kernels, "sequence_order": self.order}
@@ -361,15 +374,17 @@ class Case:
         return on_mesh(moezoo.Execution(mesh, layout, strategy, pipeline=self.pipeline, **options))
 
     @property
-    def order(self) -> str:
-        """The order of tokens: balanced, except where there are not two for each device."""
+    def order(self) -> SequenceOrder:
+        """The order of tokens: balanced, except where there are not two for each device, and as the case says."""
+        if self.sequence_order is not None:
+            return self.sequence_order
         return "contiguous" if LENGTH % (2 * shards(self.mesh, self.rules)) else "balanced"
 
     @property
     def rule(self) -> UpdateRule:
-        """The update rule. Under Muon, queries, keys and values of Qwen3-MoE have one matrix per head."""
+        """The update rule."""
         rule = OPTIMIZERS[self.optimizer][0]
-        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family == "grouped" else rule
+        return replace(rule, per_head=True) if isinstance(rule, Muon) and self.family in PER_HEAD else rule
 
     @property
     def settings(self) -> TrainConfig:
@@ -406,7 +421,7 @@ def product() -> tuple[Case, ...]:
         REMAT,
         MICROBATCHES,
         get_args(Balance),
-        FAMILIES,
+        IN_PRODUCT,
         OPTIMIZERS,
         CONTEXT_PARALLEL,
     )
@@ -451,7 +466,7 @@ def _aspects(mesh: str, layout: str) -> dict[str, tuple[Any, ...]]:
         "spread": ("tensor" if there.inner_axes(sizes) else spread,),
         "sequences": tuple(CONTEXT_PARALLEL) if shards(mesh, layout) > 1 else ("whole",),
         "strategy": tuple(STRATEGIES),
-        "family": FAMILIES,
+        "family": IN_PRODUCT,
         "remat": REMAT,
         "microbatches": MICROBATCHES,
         "balance": get_args(Balance),
@@ -528,6 +543,20 @@ EXTRA_CASES = (
     Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "mistral4", "adamw", "ring"),
     Case("ragged", "fsdp2_tensor4", "tensor", "none", 1, "sequence", "gpt_oss", "adamw", chunks=3),
 )
+# Cases with recurrent layers: each strategy, rule set, axis of a mesh, order of tokens, remat, optimiser, balance,
+# backend of the delta rule, and way of attention between them on split sequences.
+RECURRENT_CASES = (
+    Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "qwen3_5"),
+    Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "full", 1, "batch", "qwen3_5", "adamw"),
+    Case("ragged", "fsdp2_ep2_context2", "cp_as_ep", "dots", 2, "sequence", "qwen3_5", "adamw", "ring"),
+    Case("gather", "fsdp2_ep4", "ep_as_cp", "none", 2, "batch", "qwen3_5", "muon", sequence_order="contiguous"),
+    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "offload", 2, "batch", "qwen3_5", "muon"),
+    Case("dense", "ep2_context2_tensor2", "tensor", "full", 2, "batch", "qwen3_5", "sgd", "ring"),
+    Case("ragged", "ep2_context2_tensor2", "tensor", "none", 1, "batch", "qwen3_5", "muon"),
+    Case("dense", "fsdp8", "pure_fsdp", "dots", 1, "sequence", "qwen3_5", "adamw"),
+    Case("ring", "fsdp2_ep4", "ep_as_dp", "none", 1, "batch", "qwen3_5"),
+    Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "qwen3_5"),
+)
 # Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
 # stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.
 # CI runs all but the first on a newer Python.
@@ -545,5 +574,7 @@ STAGED_CASES = (
     Case(
         "ragged", "stage4_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "gpt_oss_deep", "adamw", pipeline=Circular(4)
     ),
+    Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", pipeline=Circular(4)),
+    Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "qwen3_5_deep", "adamw", "ring", 1, _TICK),
     Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )

@@ -47,7 +47,7 @@ class Layer(NamedTuple):
         """Return this layer's array at a dotted path of attributes, or None where the layer has no such array."""
         found = self.block
         for name in path.split("."):
-            found = getattr(found, name, None)
+            found = found[int(name)] if name.isdigit() else getattr(found, name, None)
         return None if found is None else np.asarray(found)[self.period]
 
 
@@ -74,12 +74,18 @@ _FEED_FORWARD = {
     "shared_gate": "feed_forward.shared.gate",
     "shared_up": "feed_forward.shared.up",
     "shared_down": "feed_forward.shared.down",
+    "shared_token_gate": "feed_forward.shared.token_gate",
 }
 
 
 def stacked(model: Any, path: str) -> np.ndarray | None:
     """Return the arrays at `path` of all layers that have one, stacked in order; None if no layer has one."""
-    found = [array for layer in layers_of(model) if (array := layer.array(path)) is not None]
+    return stacked_of(layers_of(model), path)
+
+
+def stacked_of(layers: Sequence[Layer], path: str) -> np.ndarray | None:
+    """Return the arrays at `path` of these layers that have one, stacked in order; None if none has."""
+    found = [array for layer in layers if (array := layer.array(path)) is not None]
     return np.stack(found) if found else None
 
 
@@ -205,6 +211,10 @@ class Family(abc.ABC):
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Return one row [tokens, D] after all layers, and the routing of each layer with experts."""
 
+    def norm(self, x: Value, scale: Value) -> Value:
+        """Return the norm of the residual stream."""
+        return norm(x, scale, self.norm_eps)
+
     def after_step(self, load: np.ndarray) -> "Family":
         """Return the family after a step with this load; only a choice bias changes."""
         del load
@@ -288,7 +298,7 @@ def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tupl
     nats = as_value(0)
     for i, label in enumerate(labels.tolist()):
         if label >= 0:
-            logits = norm(x[i], p("final_norm"), family.norm_eps) @ unembedding
+            logits = family.norm(x[i], p("final_norm")) @ unembedding
             nats = nats + log(exp(logits).sum()) - logits[label]
     return nats, routing
 
@@ -397,7 +407,11 @@ class AdamW:
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
             # Only matrices that multiply activations decay.
-            decay = 0 if name == "embedding" or name.endswith(("norm", "bias", "sinks")) else self.weight_decay
+            decay = (
+                0
+                if name == "embedding" or name.endswith(("norm", "bias", "sinks", "filter", "rate"))
+                else self.weight_decay
+            )
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new
 
@@ -411,7 +425,19 @@ class AdamW:
 # Dimensions before these number layers, and experts where the array has them.
 _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}
 _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
+_MATRICES |= {f"delta_{name}": _MATRICES[name] for name in ("query", "key", "value", "out")}
+_MATRICES |= {"delta_gate": "ioo", "delta_decay": "io", "delta_strength": "io", "attention_gate": "ioo"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
+
+
+# ... and what has one matrix per head, where that is set.
+_PER_HEAD = (
+    "query",
+    "key",
+    "value",
+    "attention_gate",
+    *(f"delta_{name}" for name in ("query", "key", "value", "gate")),
+)
 
 
 def orthogonalise(matrix: np.ndarray) -> np.ndarray:
@@ -425,7 +451,7 @@ def orthogonalise(matrix: np.ndarray) -> np.ndarray:
 
 def muon_direction(name: str, mix: np.ndarray, per_head: bool) -> np.ndarray:
     """Return the orthogonalised matrices of an array, one by one, times 0.2 sqrt(max(inputs, outputs))."""
-    letters = "imo" if per_head and name in ("query", "key", "value") else _MATRICES[name]
+    letters = "imo" if per_head and name in _PER_HEAD else _MATRICES[name]
     letters = "m" * (mix.ndim - len(letters)) + letters
     order = [dim for letter in "mio" for dim, found in enumerate(letters) if found == letter]
     shape = [mix.shape[dim] for dim in order]

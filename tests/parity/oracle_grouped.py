@@ -25,7 +25,6 @@ from oracle import (
     Routing,
     TapedParameters,
     attend,
-    norm,
     run_experts,
     silu_gated,
     swiglu,
@@ -96,8 +95,8 @@ class Grouped(Family):
         """Run each layer: attention, then experts or an MLP."""
         routing = []
         for layer, sparse in enumerate(self.sparse):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), at)
-            h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
+            x = x + self.mix(p, layer, self.norm(x, p("attention_norm", layer)), at)
+            h = self.norm(x, p("feed_forward_norm", layer))
             if sparse:
                 i = len(routing)
                 bias = np.zeros(p.shape("router")[2]) if self.bias is None else self.bias[i]
@@ -110,7 +109,10 @@ class Grouped(Family):
                 )
                 routing.append(of_layer)
                 if "shared_gate" in p.whole:
-                    y = y + swiglu(h, p("shared_gate", i), p("shared_up", i), p("shared_down", i))
+                    shared = swiglu(h, p("shared_gate", i), p("shared_up", i), p("shared_down", i))
+                    if "shared_token_gate" in p.whole:
+                        shared = shared / (1 + exp(-(h @ p("shared_token_gate", i))))
+                    y = y + shared
             else:
                 i = layer - len(routing)
                 y = swiglu(h, p("dense_gate", i), p("dense_up", i), p("dense_down", i))
@@ -121,7 +123,11 @@ class Grouped(Family):
         """Move the choice bias."""
         return self if self.bias is None else replace(self, bias=moved(self.bias, load, self.bias_rate))
 
-    def _attention(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
+    def mix(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
+        """Return what a layer's attention makes of a row."""
+        return self.attention(p, layer, x, at)
+
+    def attention(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
         """Return the attention of one row, computed head by head. Groups of query heads share a key and a value."""
         queries, keys, values = (self._heads(p, name, layer, x) for name in ("query", "key", "value"))
         visible, positions = at.visible, at.positions
@@ -133,7 +139,10 @@ class Grouped(Family):
             scores = self._turned(query, positions) @ self._turned(keys[shared], positions).T
             scores = scores / math.sqrt(query.data.shape[1])
             sink = p("sinks", layer, head) if "sinks" in p.whole else None
-            result = result + attend(scores, visible, values[shared], sink) @ p("out", layer, head)
+            y = attend(scores, visible, values[shared], sink)
+            if "attention_gate" in p.whole:
+                y = y / (1 + exp(-(x @ p("attention_gate", layer, slice(None), head))))
+            result = result + y @ p("out", layer, head)
         return result + p("out_bias", layer) if "out_bias" in p.whole else result
 
     def _turned(self, x: Value, positions: np.ndarray) -> Value:
@@ -160,7 +169,7 @@ class Grouped(Family):
         """Return the heads after the norm, which is over each head or over all heads of a token together."""
         size = heads[0].data.shape[1]
         if scale.data.shape == (size,):
-            return [norm(x, scale, self.norm_eps) for x in heads]
+            return [self.norm(x, scale) for x in heads]
         mean_square = total((x * x).sum(-1) for x in heads) / (size * len(heads))
         normed = [x * (mean_square + self.norm_eps) ** -0.5 for x in heads]
         return [x * scale[i * size : (i + 1) * size] for i, x in enumerate(normed)]

@@ -10,17 +10,20 @@ import numpy as np
 import oracle
 import oracle_deepseek
 import oracle_grouped
+import oracle_recurrent
 import pytest
 from blueprints import as_blueprint
 from compiled import Budget, budget_of
-from cover import LENGTH, OPTIMIZERS, ROWS, Balance, Case, Family, batch, config, model
+from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
+from oracle_recurrent import Recurrent
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, Qwen35Config
+from moezoo.models.qwen3_5 import kinds
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.optim.base import newest
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -160,7 +163,8 @@ class CompiledStep:
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
-    of_family = oracle_deepseek if isinstance(config(family), DeepSeekConfig) else oracle_grouped
+    kind = type(config(family))
+    of_family = {DeepSeekConfig: oracle_deepseek, Qwen35Config: oracle_recurrent}.get(kind, oracle_grouped)
     return of_family.parameters_of(model)
 
 
@@ -225,6 +229,10 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
             bias = oracle_deepseek.bias_of(model(family, balance))
             assert bias is not None
             different |= {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
+    elif isinstance(c, Qwen35Config):
+        recurrent = tuple(mixer == "delta" for mixer, _ in kinds(c)[0])
+        different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "recurrent": recurrent}
+        return Recurrent(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
@@ -288,7 +296,7 @@ def oracle_optimizer(optimizer: str, family: Family, parameters: oracle.Paramete
     if not isinstance(rule, Muon):
         return adamw
     buffers = {name: zeros[name] for name in oracle.muon_names(parameters)}
-    return oracle.Muon(rule.momentum, family == "grouped", adamw, buffers)
+    return oracle.Muon(rule.momentum, family in PER_HEAD, adamw, buffers)
 
 
 def worst_error(found: oracle.Parameters, wanted: oracle.Parameters) -> float:

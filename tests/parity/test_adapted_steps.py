@@ -43,6 +43,7 @@ CASES = [
     Case("ragged", "ep2_context2_tensor2", "tensor", "dots", 1, "batch", "glm4_moe", "adamw", "ring"),
     Case("capacity", "fsdp2_tensor4", "tensor", "none", 1, "sequence", "gpt_oss", "adamw"),
     Case("gather", "fsdp2_ep2_context2", "shard_exp_on_fsdp", "offload", 1, "batch", "mixtral", "adamw"),
+    Case("ring", "ep2_context2_tensor2", "tensor", "full", 2, "batch", "qwen3_5", "adamw"),
 ]
 
 

@@ -50,6 +50,8 @@ CONTAINERS: dict[str, Any] = {
     "attention.kv_down": MXFP4.rounded,
     "attention.value_up": FP8,
     "attention.out": FP8,
+    "attention.gate.weight": FP8,
+    "attention.strength": MXFP4.rounded,
     "shared.down": MXFP4.rounded,
     "shared.gate": FP8,
 }
@@ -100,6 +102,7 @@ LAYOUTS = [
     Case("dense", "fsdp8", "pure_fsdp", "full", 1, "batch", "deepseek"),
     Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "deepseek"),
     pytest.param(Case("ring", "fsdp2_tensor4", "tensor", "full", 1, "batch", "grouped"), marks=pytest.mark.weekly),
+    Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "qwen3_5"),
 ]
 
 

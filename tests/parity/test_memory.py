@@ -98,6 +98,8 @@ def test_compiled_step_holds_few_gathered_layers(case):
 # Sequences that are split over four devices; sizes that are not small beside each other.
 SPLIT = ("mesh.context=4", "batch_size=1", "optimizer=sgd", "dispatch=gather", "model.vocab=64", "model.embed=64")
 GROUPED = ("model=mixtral", "model.layers=5", "model.kv_heads=2", "model.head_dim=16", "model.expert_mlp=64")
+RECURRENT = ("model=qwen3_5", "model.layers=8", "model.attention_every=2", "model.kv_heads=2", "model.head_dim=16")
+RECURRENT += ("model.expert_mlp=64", "model.shared_mlp=64", "model.delta.key_dim=16", "model.delta.value_dim=16")
 LATENT = ("model=deepseek", "model.layers=5", "model.dense_layers=0", "model.q_lora=32", "model.expert_mlp=64")
 
 
@@ -112,10 +114,11 @@ def split_step(length: int, *words: str) -> tuple[Any, Step]:
     [
         (8192, (*GROUPED, "execution.context_parallel=ring")),
         (2048, (*LATENT, "execution.context_parallel=gather")),
+        (2048, (*RECURRENT, "execution.context_parallel=ring")),
         pytest.param(2048, (*GROUPED, "execution.context_parallel=ring"), marks=pytest.mark.full),
         pytest.param(8192, (*LATENT, "execution.context_parallel=gather"), marks=pytest.mark.full),
     ],
-    ids=["grouped-ring", "latent-gather", "grouped-ring-short", "latent-gather-long"],
+    ids=["grouped-ring", "latent-gather", "recurrent-ring", "grouped-ring-short", "latent-gather-long"],
 )
 def test_temporaries_of_a_split_sequence(length, words):
     """XLA's temporary memory is near that of the memory model."""

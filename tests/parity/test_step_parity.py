@@ -23,7 +23,7 @@ import numpy as np
 import oracle
 import pytest
 from compiled import ALL, UNMERGED
-from cover import EXTRA_CASES, FAMILIES, LAYERS, UNUSED, Case, batch, cover, model, product
+from cover import EXTRA_CASES, FAMILIES, LAYERS, RECURRENT_CASES, UNUSED, Case, batch, cover, model, product
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
@@ -106,7 +106,12 @@ def tolerance_of(case: Case) -> float:
 
 @pytest.mark.parametrize(
     "case",
-    [*cover(), *EXTRA_CASES[:-2], *(pytest.param(case, marks=pytest.mark.newer) for case in EXTRA_CASES[-2:])],
+    [
+        *cover(),
+        *EXTRA_CASES[:-2],
+        *RECURRENT_CASES,
+        *(pytest.param(case, marks=pytest.mark.newer) for case in EXTRA_CASES[-2:]),
+    ],
     ids=str,
 )
 def test_whole_step(case):

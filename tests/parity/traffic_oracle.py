@@ -76,8 +76,12 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         phases = "F" if not learns else "FB" if run.remat == "none" else "FRB"
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
-            hops = count_hops(run, config.seq_len, None if balanced else block.window)
-            attention(part("layers/attention", phases, times), run, block.shapes, trains, tokens, hops)
+            if "attention.strength" in block.shapes:
+                chunks = rows * (2 if balanced else 1)  # of a device
+                recurrent(part("layers/attention", phases, times), run, block.shapes, trains, tokens, chunks)
+            else:
+                hops = count_hops(run, config.seq_len, None if balanced else block.window)
+                attention(part("layers/attention", phases, times), run, block.shapes, trains, tokens, hops)
             feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
@@ -143,7 +147,7 @@ class Run:
 
     def kept(self, logical: str) -> MeshAxes:
         """Return the mesh axes that a dimension stays split over in its layer."""
-        return self._compute.get(logical, ())
+        return self._compute.get(like(logical), ())
 
     def ways(self, axes: Iterable[str]) -> int:
         """Return the number of devices along mesh axes."""
@@ -169,6 +173,11 @@ class Array(NamedTuple):
     local: int  # the numbers of one layer that a device stores
 
 
+def like(logical: str) -> str:
+    """Return the logical axis that the rules name for another one: heads of recurrent layers are split as heads."""
+    return "heads" if logical in ("key_heads", "value_heads") else logical
+
+
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
     """Return where an array is stored, and what becomes of it in its layer."""
     role, shape, layers = axes.role.value, tuple(array.shape), 1
@@ -176,7 +185,7 @@ def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Arra
         axes, layers, shape = replace(axes, stacked=axes.stacked[1:]), shape[0], shape[1:]
     stored, gathered, shared = [], [], ()
     for name, size in zip(axes.names, shape, strict=True):
-        over, stays = () if role == "buffer" else run.store.get(name, ()), run.kept(name)
+        over, stays = () if role == "buffer" else run.store.get(like(name), ()), run.kept(name)
         if name == "kv_heads" and size < run.ways(stays):  # too few to be split: every device stores all
             over, shared = (), stays
         elif name == "expert" and run.moves_weights:
@@ -204,6 +213,8 @@ def weights(book: Book, run: Run, arrays: list[Array]) -> None:
             numbers //= array.shape[array.axes.names.index("kv_heads")]
         # What is only added is not needed for gradients. It is gathered again where its sum is not kept.
         added = array.role == "bias" and run.remat in (("dots", "none") if of_experts else ("none",))
+        # What meets split widths whole is kept in this form.
+        added |= array.path.endswith("token_gate") and bool(run.kept("mlp")) and run.remat == "none"
         # Devices use it on different tokens along these axes.
         summed = run.tokens + (run.experts if run.moves_weights and of_experts else ())
         for over in reversed(array.gathered):
@@ -271,6 +282,27 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
             book("B", "ppermute", run.sequence, numbers, FLOAT32, hops)  # gradients
 
 
+def recurrent(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
+    """Book what a layer by the delta rule sums and exchanges (docs/long_context.md, "Recurrent layers")."""
+    heads, (embed, key_heads, key_dim), (_, value_heads, value_dim) = (
+        run.kept("heads"),
+        shapes["attention.query"],
+        shapes["attention.value"],
+    )
+    key_heads, value_heads = key_heads // run.ways(heads), value_heads // run.ways(heads)
+    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book("B", "psum", heads, tokens * embed, run.width)
+    book("B" if "attention.norm.scale" in trains else "", "psum", heads, value_dim, run.reduce_width)
+    taps = chunks * (shapes["attention.convolutions[0].weight"][0] - 1)
+    for numbers in (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim):
+        book("FR", "all_gather", run.sequence, taps * numbers, run.width)  # inputs of convolutions
+        book("B", "reduce_scatter", run.sequence, taps * numbers * run.ways(run.sequence), run.width)
+    for columns in (key_dim, value_dim):  # the factor and the term of each map
+        numbers = chunks * value_heads * key_dim * columns
+        book("FR", "all_gather", run.sequence, numbers, FLOAT32)
+        book("B", "reduce_scatter", run.sequence, numbers * run.ways(run.sequence), FLOAT32)
+
+
 def count_hops(run: Run, length: int, window: int | None) -> int:
     """Return the hops of a ring; `window` is None in balanced order too, where no ring ends early."""
     devices = run.ways(run.sequence)
@@ -283,6 +315,8 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
 def feed_forward(book: Book, run: Run, shapes: Shapes, tokens: int, sizes: Any) -> None:
     """Book the sums over devices that share a width, and the exchange of tokens between experts."""
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
+    if "feed_forward.shared.token_gate" in shapes:  # whole
+        book("B", "psum", width, sizes.embed, run.reduce_width)
     # Of the backward pass only a norm after the layer needs its result.
     book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width)
     book("B", "psum", width, tokens * sizes.embed, run.width)  # the gradient of tokens
@@ -384,8 +418,8 @@ def muon(book: Book, run: Run, optimizer: Any, arrays: list[Array]) -> None:
 
 
 def is_muons(optimizer: Any, array: Array) -> bool:
-    """Return whether Muon updates an array: by default weights of layers, except routers."""
-    default = array.role == "weight" and not {"vocab", "router"} & set(array.axes.names)
+    """Return whether Muon updates an array: by default weights of layers, except routers and gates of tokens."""
+    default = array.role == "weight" and not {"vocab", "router", "token_gate"} & set(array.axes.names)
     muon, adamw = (
         any(re.fullmatch(re.escape(each).replace(r"\*", ".*"), array.path) for each in patterns)
         for patterns in (optimizer.muon, optimizer.adamw)
@@ -397,7 +431,7 @@ def matrix_dimensions(optimizer: Any, axes: Axes) -> tuple[list[int], list[int],
     """Return the dimensions that number matrices, of inputs, and of outputs; heads may have a matrix each."""
     first, last = len(axes.stacked), len(axes.stacked + axes.inputs)
     outputs = list(range(last, len(axes.names)))
-    heads = [d for d in outputs if axes.names[d] in ("heads", "kv_heads")]
+    heads = [d for d in outputs if like(axes.names[d]) in ("heads", "kv_heads")]
     if heads == outputs or not (optimizer.per_head or set(axes.inputs) <= {"q_lora", "kv_lora"}):
         heads = []
     return [*range(first), *heads], list(range(first, last)), [d for d in outputs if d not in heads]

@@ -56,7 +56,8 @@ def test_arguments_are_those_of_the_compiled_step(words):
 @pytest.mark.parametrize(
     ("family", "strategy", "remat"),
     [(f, s, "full") for f, s in zip(FAMILIES, STRATEGIES, strict=True)]
-    + [("deepseek", "ragged", "offload"), ("gpt_oss", "ring", "offload"), ("olmoe", "gather", "dots")],
+    + [("deepseek", "ragged", "offload"), ("gpt_oss", "ring", "offload"), ("olmoe", "gather", "dots")]
+    + [("qwen3_5", "ring", "full")],
 )
 def test_one_traced_layer_has_what_the_layers_of_the_step_have(family, strategy, remat):
     words = (f"model={family}", f"dispatch={strategy}", "mesh=fsdp2_ep4", f"execution.remat={remat}", *SMALL)
@@ -89,9 +90,14 @@ def test_dots_save_products():
     assert layers.saved == 4 * ((outside + rows) * tokens + sums)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "prefill", "decode"])
-def test_terms_of_other_calls(call):
-    cfg = moezoo.compose("model=deepseek", "mesh=fsdp2_ep4", "dispatch=ring", "seq_len=100")
+@pytest.mark.parametrize(
+    ("call", "family"),
+    [*((call, "deepseek") for call in ("evaluate", "prefill", "decode")), ("decode", "qwen3_5")],
+)
+def test_terms_of_other_calls(call, family):
+    """States of recurrent layers, float32 beside activations of half as many bits, count by themselves."""
+    words = ("rules=serve", "mesh.tensor=2", "execution.dtype=bfloat16") if family == "qwen3_5" else ()
+    cfg = moezoo.compose(f"model={family}", "mesh=fsdp2_ep4", "dispatch=ring", "seq_len=100", *words)
     program = CALLS[call](cfg, blueprint := blueprint_on(cfg))
     found = footprint(cfg, call)
     held = dict(found.terms)
@@ -99,7 +105,14 @@ def test_terms_of_other_calls(call):
     assert found.peak == sum(held.values()) == max(moment.bytes for moment in found.moments)
     if program.cache is not None:
         rows = cache_rows(blueprint.shapes, program.cache, program.execution)
-        assert held["cache"] == sum(row.bytes_per_device for row in rows)
+        assert held["cache"] + held.get("recurrent states", 0) == sum(row.bytes_per_device for row in rows)
+    if family == "qwen3_5":
+        d: Any = cfg.model.delta
+        state = 4 * d.value_heads * d.key_dim * d.value_dim
+        inputs = 2 * (d.taps - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim)
+        rows = cfg.batch_size // 8
+        assert held["recurrent states"] == 3 * rows * (state + inputs) // 2
+        assert held["cache"] == rows * 2 * 2 * (112 + 16) * cfg.model.kv_heads * cfg.model.head_dim // 2
 
 
 def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():

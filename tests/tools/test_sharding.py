@@ -134,6 +134,45 @@ def test_activations_by_hand():
     assert rows["latent gathered over the sequence"].spec == (("data", "fsdp", "expert"), (), ())
 
 
+def test_what_recurrent_layers_exchange_by_hand():
+    """Laptop sizes on 2 x 4 devices: two chunks of each sequence per device, heads whole; and on a ring."""
+    words = "model=qwen3_5 mesh.fsdp=2 mesh.context=4 batch_size=8 seq_len=64 dispatch=gather execution.dtype=bfloat16"
+    cfg = moezoo.compose(*words.split(), "execution.context_parallel=ring")
+    found = describe(cfg)
+    rows = {row.name: row for row in found.activations if "gathered over the sequence" in row.name}
+    assert {name: row.local_shape for name, row in rows.items()} == {
+        "map of states gathered over the sequence": (4, 8, 4, 32, 64),
+        "last inputs of the query gathered over the sequence": (4, 8, 3, 2, 32),
+        "last inputs of the key gathered over the sequence": (4, 8, 3, 2, 32),
+        "last inputs of the value gathered over the sequence": (4, 8, 3, 4, 32),
+    }
+    of_states, _, last, _ = rows.values()
+    assert of_states.bytes_per_device == 4 * 4 * 8 * 4 * 32 * 64
+    assert last.bytes_per_device == 2 * 4 * 8 * 3 * 2 * 32
+    assert of_states.spec == (("fsdp",), (), (), (), ())
+    # An all-gather brings what the seven other devices have, of the three recurrent layers.
+    scopes = {row.scope: row for row in found.collectives if row.op == "all-gather" and "delta_rule" in row.scope}
+    assert scopes["layers/attention/delta_rule"].bytes == 2 * 3 * of_states.bytes_per_device * 3 // 4
+
+
+def test_states_of_recurrent_layers_by_hand():
+    """Four sequences on two devices that share heads: float32 states lie with their value heads."""
+    words = "model=qwen3_5 rules=serve mesh.expert=4 mesh.tensor=2 batch_size=8 seq_len=64 execution.dtype=bfloat16"
+    found = describe(moezoo.compose(*words.split()), "decode")
+    rows = {row.name.partition(" in the cache")[0]: row for row in found.activations if "cache" in row.name}
+    assert {name: row.local_shape for name, row in rows.items()} == {
+        **{f"inputs.{name}": (3, 2, 3, 1, 32) for name in ("query", "key")},
+        "inputs.value": (3, 2, 3, 2, 32),
+        "matrix": (3, 2, 2, 32, 32),
+        **dict.fromkeys(("key", "value"), (1, 2, 1, 80, 32)),
+    }
+    assert rows["matrix"].bytes_per_device == 4 * 3 * 2 * 2 * 32 * 32
+    assert rows["inputs.key"].bytes_per_device == 2 * 3 * 2 * 3 * 32
+    assert rows["matrix"].spec == ((), ("expert",), ("tensor",), (), ())
+    memory = {row.name: row.bytes_per_device for row in found.memory}
+    assert memory["cache"] == sum(row.bytes_per_device for row in rows.values())
+
+
 def test_cache_by_hand():
     cfg, model, call, _ = trace("decode")
     rows = {row.name: row for row in activations(cfg, model, call, TrafficTable()) if "cache" in row.name}

@@ -277,3 +277,60 @@ def test_layers_outside_of_stages_run_once_per_micro_batch():
     attention = 2 * PAIRS * m.heads * m.dims_of_a_pair
     in_ticks = 2 * TOKENS * (layers - part) + 6 * attention
     assert work(words).flops["forward"] == in_ticks * 5 / 4 + 2 * TOKENS * (part + head) + 2 * attention
+
+
+def of_delta_rule(m: Any) -> tuple[float, float]:
+    """Return the FLOPs per token of a layer's rule, forward and backward (docs/planning.md, "Recurrent layers")."""
+    d, size = m.delta, 64
+    pairs = 4 * size**2 * d.key_dim * d.key_heads
+    inverse = (3 * 4 * 2 + 2 * 2) * 2 * 16**3 + 2 * 2 * 32**3
+    answers = 2 * size * d.key_dim * d.value_dim + 2 * size**2 * d.value_dim
+    written = 2 * size**2 * (d.value_dim + d.key_dim) + 4 * size * d.key_dim * d.value_dim
+    forward = pairs + d.value_heads * (inverse + written + answers)
+    # Once more, but for the answers; then two products for each, but for the inverse, whose gradient has its own two.
+    backward = forward - d.value_heads * answers
+    backward += 2 * (forward - d.value_heads * inverse) + d.value_heads * 2 * 2 * size**3
+    return forward / size, backward / size
+
+
+def hybrid_products(m: Any) -> tuple[int, int]:
+    """Return the multiplications of a token with weights, those of filters included, and those of the recurrences."""
+    d, layers = m.delta, m.layers * 3 // 4
+    keys, values = d.key_heads * d.key_dim, d.value_heads * d.value_dim
+    recurrent = m.embed * (2 * keys + 3 * values + 2 * d.value_heads) + d.taps * (2 * keys + values)
+    attention = m.embed * m.head_dim * (3 * m.heads + 2 * m.kv_heads)
+    experts = expert_products(m) + m.embed * (3 * m.shared_mlp + 1)
+    of_weights = layers * recurrent + (m.layers - layers) * attention + m.layers * experts
+    return of_weights, layers * 3 * d.value_heads * d.key_dim * d.value_dim
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_flops_of_recurrent_layers(remat):
+    """Projections, filters and the rule in chunks; three layers of four have no pairs of queries and keys."""
+    words = f"model=qwen3_5 {STEP} execution.remat={remat}"
+    cfg = moezoo.compose(*words.split())
+    m: Any = cfg.model
+    assert m.layers == 4
+    (products, recurrence), (rule, back) = hybrid_products(m), of_delta_rule(m)
+    head, pairs = m.embed * m.vocab, 2 * PAIRS * m.heads * m.dims_of_a_pair
+    found = work(words)
+    assert found.flops["forward"] == 2 * TOKENS * (products + head) + pairs + 3 * TOKENS * rule
+    assert found.flops["backward"] == 4 * TOKENS * (products + head) + 2 * pairs + 3 * TOKENS * back
+    again = 2 * TOKENS * products + pairs + 3 * TOKENS * rule
+    assert found.flops["recomputed"] == (again if remat == "full" else 0)
+    assert model_flops(cfg) / 8 == found.model_flops == 3 * (2 * TOKENS * (products + head + recurrence) + pairs)
+
+
+def test_decoding_reads_and_writes_states():
+    """Keys and values are read; states, and the last inputs of filters, are of one size and written too."""
+    words = "model=qwen3_5 mesh=ep8 batch_size=8 seq_len=250 dispatch=ragged execution.dtype=bfloat16"
+    m: Any = moezoo.compose(*words.split()).model
+    d, slots = m.delta, 256 + 16
+    state = 4 * d.value_heads * d.key_dim * d.value_dim
+    inputs = 2 * (d.taps - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim)
+    slotted = 2 * 2 * slots * m.kv_heads * m.head_dim
+    assert work(words, "decode").hbm["cache"] == slotted + 2 * 3 * (state + inputs)
+    assert work(words, "prefill").hbm["cache"] == slotted + 3 * (state + inputs)
+    products, recurrence = hybrid_products(m)
+    pairs = slots * m.heads * m.dims_of_a_pair
+    assert work(words, "decode").flops["outside"] == 2 * (products + recurrence + pairs + m.embed * m.vocab)

@@ -10,6 +10,9 @@ memory, and a layer's weights do not stay on the chip from one pass to the next.
 | experts | the same, for the rows that are in use; all rows for `capacity` and `dense`, which pad |
 | scores and averages of attention | the keys that queries see; backward twice, and recomputed once or not at all |
 | the same in decoding | the traced program, which reads all slots of the cache |
+| the delta rule | the traced program of its kernel, which reads tokens in chunks |
+| the same in decoding | as the model's |
+| short convolutions | two per tap and channel; backward twice, and recomputed except with `remat=none` |
 
 | bytes of | how often |
 |---|---|
@@ -18,7 +21,7 @@ memory, and a layer's weights do not stay on the chip from one pass to the next.
 | saved activations | the input of each layer that is differentiated, and of each tick, written and read once |
 | embeddings | the rows of this device's tokens, read once |
 | update | trained parameters, their gradients and moments, read and written once |
-| cache | written by a prefill, read by a decoding step |
+| cache | written by a prefill, read by a decoding step, which writes recurrent states as well |
 
 Other activations and logits may stay on the chip, so they do not count. A tick in which a pipeline stage has no work
 takes as long as the others, and counts as they do. The FLOPs of the model do not contain it.
@@ -38,7 +41,8 @@ from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Capacity, Dense
 from moezoo.moe.mixture import layer_rows
-from moezoo.parallel.axes import count_parameters, is_stored, parameter_table
+from moezoo.nn.base import TokenFlops
+from moezoo.parallel.axes import Role, count_parameters, is_stored, parameter_table
 from moezoo.parallel.execution import REMAT
 from moezoo.parallel.mesh import no_context_mesh
 from moezoo.parallel.traces import Equation, collective_traffic, equations
@@ -178,7 +182,7 @@ class _Device:
     def flops(self, traced: Any) -> dict[Phase, float]:
         """Return the FLOPs of each phase."""
         found: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
-        again = False
+        again, heads = False, self.execution.inner_group("heads").size
         for one in _outside_kernels(traced):
             if self.call != "decode" and _attends(one):
                 again |= one.phase == "recomputed"
@@ -187,18 +191,25 @@ class _Device:
                 found[one.phase] += one.times * used * _flops(one)
         if self.call != "decode":
             padding = self.cfg.seq_len / self.program.length  # prompts have more tokens than attend
-            heads = self.cfg.model.heads // self.execution.inner_group("heads").size
-            pair = 2 * heads * self.cfg.model.dims_of_a_pair  # FLOPs of a query and a key that it sees
-            seen = [pair * keys for keys in _seen(self.cfg, self.model)]
-            whole, ticks = ([n * per for n, per in zip(part, seen, strict=True)] for part in (self.whole, self.ticks))
-            reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
-            run_again = sum(each for each, learns in zip(ticks, self.reached, strict=True) if learns)
-            found["forward" if any(self.reached) else "outside"] += padding * sum(whole) + sum(ticks)
-            found["backward"] += 2 * (reached + run_again)
-            if run_again:  # the trace shows that ticks attend again; in them layers do as everywhere
+            if any(self.ticks):  # the trace shows that ticks attend again; in them layers do as everywhere
                 again = REMAT[self.execution.remat].kernels_keep == "inputs"
-            found["recomputed"] += reached * again + run_again * (1 + again)
+            # FLOPs of a query and a key that it sees.
+            pair = 2 * (self.cfg.model.heads // heads) * self.cfg.model.dims_of_a_pair
+            self._add(found, [pair * keys for keys in _seen(self.cfg, self.model)], again, padding)
+        per_token = [_token_flops(stack) for stack in self.model.stacks]
+        self._add(found, [each.convolution / heads for each in per_token], self.execution.remat != "none")
+        if self.call == "decode":
+            self._add(found, [each.recurrence / heads for each in per_token], again=False)
         return found
+
+    def _add(self, found: dict[Phase, float], of_stacks: list[float], again: bool, padding: float = 1) -> None:
+        """Add FLOPs per token and period, of each stack, to those of the phases; `again` if layers recompute them."""
+        whole, ticks = ([n * per for n, per in zip(part, of_stacks, strict=True)] for part in (self.whole, self.ticks))
+        reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
+        run_again = sum(each for each, learns in zip(ticks, self.reached, strict=True) if learns)
+        found["forward" if any(self.reached) else "outside"] += padding * sum(whole) + sum(ticks)
+        found["backward"] += 2 * (reached + run_again)
+        found["recomputed"] += reached * again + run_again * (1 + again)
 
     def hbm(self, traced: Any) -> dict[str, float]:
         """Return the bytes of memory of each kind, without those of collectives."""
@@ -214,8 +225,10 @@ class _Device:
             # Trained parameters have the bytes of their gradients.
             found["update"] = 2.0 * (2 * memory["gradients"] + memory["optimizer state"])
         if isinstance(traced.out_info, Continued):
-            rows = cache_rows(self.model, traced.out_info.cache, self.execution)
+            rows = list(cache_rows(self.model, traced.out_info.cache, self.execution))
             found["cache"] = float(sum(row.bytes_per_device for row in rows))
+            if self.call == "decode":
+                found["cache"] += sum(row.bytes_per_device for row in rows if "slots" not in row.axes)
         return found
 
     def _weight_bytes(self, traced: Any) -> float:
@@ -268,9 +281,10 @@ def _outside_kernels(traced: Any) -> Iterator[Equation]:
 def _attends(one: Equation) -> bool:
     """Return whether an equation is a kernel of attention or a part of one, outside of decoding.
 
-    Of its products, only those of queries and keys, and of weights and values, are batched by sequence and by head.
+    Of the products there, only those of queries and keys, and of weights and values, are batched by sequence and head.
     """
-    if "attention" not in one.scope.split("/"):
+    scopes = one.scope.split("/")
+    if "attention" not in scopes or "delta_rule" in scopes:
         return False
     kind = one.equation.primitive.name
     batched = kind == "dot_general" and len(one.equation.params["dimension_numbers"][1][0]) > 1
@@ -296,16 +310,25 @@ def _seen(cfg: TrainConfig, model: Any) -> list[float]:
     return seen
 
 
+def _token_flops(stack: Any) -> TokenFlops:
+    """Return the FLOPs of a token in a period, besides those of products with weights and of attention."""
+    return TokenFlops(*map(sum, zip(*(block.attention.token_flops() for block in stack.blocks), strict=True)))
+
+
 def model_flops(cfg: TrainConfig) -> float:
     """Return the FLOPs of the model in a step, over all devices: those of rematerialisation do not count.
 
-    They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees.
-    Scales of norms and biases are in no product.
+    They are 6 per token and active parameter in a product, plus those of attention over the keys that a query sees, and
+    of recurrent layers as if each token were read alone (`Mixer.token_flops`). Scales of norms and biases are in no
+    product.
     """
     m, tokens, shapes = cfg.model, cfg.batch_size * cfg.seq_len, blueprint_of(cfg).shapes
     active = count_parameters(shapes, m.experts_per_token)[1] - sum(
-        math.prod(shape) for _, axes, shape in parameter_table(shapes) if len({*axes.names} - {"layer"}) == 1
+        math.prod(shape)
+        for _, axes, shape in parameter_table(shapes)
+        if len({*axes.names} - {"layer"}) == 1 or axes.role is Role.SCALE
     )
     seen = sum(stack.count * keys for stack, keys in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
+    recurrent = sum(stack.count * sum(_token_flops(stack)) for stack in shapes.stacks)
     attention = 2 * m.heads * m.dims_of_a_pair * seen
-    return 3.0 * tokens * (2 * (active - m.looked_up) + attention)
+    return 3.0 * tokens * (2 * (active - m.looked_up) + attention + recurrent)

@@ -12,6 +12,7 @@ from moezoo.config.settings import TrainConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.layers import block_path
 from moezoo.moe.mixture import for_group
+from moezoo.nn.base import Mixer
 from moezoo.nn.cache import Cache
 from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.collectives import MeshAxes
@@ -55,7 +56,9 @@ def activations(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: Tra
 def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTable) -> Iterator[ActivationRow]:
     whole, dtype, (rows, length) = call.execution, call.execution.dtype, call.local_tokens
     execution = whole.within_stage
-    gathers = {row.axes for row in traffic.within("layers/attention") if row.collective == "all_gather"}
+    # Of what recurrent layers exchange, the scopes are longer.
+    kept = (row for row in traffic.within("layers/attention") if not row.scope.endswith(("convolution", "delta_rule")))
+    gathers = {row.axes for row in kept if row.collective == "all_gather"}
     gathered = execution.sequence_axes and execution.sequence_axes in gathers
     split = (execution.batch_axes, execution.sequence_axes)
 
@@ -80,6 +83,7 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
             if gathered:
                 axes, local = ("batch", "seq", *sizes), (rows, call.length, *sizes.values())
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), local, dtype, execution)
+        yield from _of_chunks(block.attention, rows, execution)
     yield from () if call.cache is None else cache_rows(model, call.cache, execution)
     if any(block.moe is not None for block in blocks):
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
@@ -92,6 +96,17 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
     yield from _pipeline_rows(cfg, call)
     logits = (call.logits, cfg.model.vocab // whole.inner_group("vocab").size)
     yield _row("logits held at once", ("tokens", "vocab"), (whole.token_axes,), logits, jnp.float32, whole)
+
+
+def _of_chunks(mixer: Mixer, rows: int, execution: MeshExecution) -> Iterator[ActivationRow]:
+    """Yield what chunks of split sequences make for each other, as every device has it."""
+    ways, split = execution.ways(execution.sequence_axes), (execution.batch_axes, ())
+    chunks = ways * (2 if execution.sequence_order == "balanced" else 1)
+    for name, kept in mixer.chunk_sizes().items() if ways > 1 else ():
+        sizes = [max(1, size // _ways(axis, execution)) for axis, size in kept.sizes.items()]
+        local, dtype = (rows, chunks, *sizes), kept.dtype or execution.dtype
+        name = f"{name} gathered over the sequence"
+        yield _row(name, ("batch", "chunk", *kept.sizes), split, local, dtype, execution)
 
 
 def _pipeline_rows(cfg: TrainConfig, call: Call) -> Iterator[ActivationRow]:
@@ -117,7 +132,7 @@ def cache_rows(model: LanguageModel, cache: Cache, execution: MeshExecution) -> 
             for (path, kept), array in zip(fields, jax.tree.leaves(state), strict=True):
                 ways = (1, execution.ways(over), *(_ways(axis, execution) for axis in kept.sizes))
                 local = tuple(size // parts for size, parts in zip(array.shape, ways, strict=True))
-                name = jax.tree_util.keystr(path[-1:]).removeprefix(".")
+                name = jax.tree_util.keystr(path).removeprefix(".kept").removeprefix(".")
                 name, axes = f"{name} in the cache of .{block_path(number, kind)}", ("layer", "batch", *kept.sizes)
                 yield _row(name, axes, ((), over), local, array.dtype, execution)
 
