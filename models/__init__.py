@@ -3,13 +3,24 @@
 import jax
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
+from moezoo.models import (
+    deepseek,
+    deepseek_hub,
+    gpt_oss,
+    grouped,
+    grouped_hub,
+    kimi_linear,
+    kimi_linear_hub,
+    mixtral,
+    olmoe,
+)
 from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.family import MADE, Family, alike
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
+from moezoo.models.kimi_linear import KimiLinearConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
@@ -19,7 +30,8 @@ Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HU
 Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
 Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB, grouped_hub.DENSE_HUB)
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
+KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
+FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, KimiLinear)}
 
 
 def families() -> list[Family]:

@@ -29,7 +29,7 @@ from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import Hub
-from moezoo.models.names import MLP, MOE, SWIGLU, Rows, rows
+from moezoo.models.names import MLP, MOE, SPARSE, SWIGLU, Rows, rows
 from moezoo.nn.rotary import Rotary, frequencies
 from moezoo.typed import show
 
@@ -196,6 +196,7 @@ FORMS = (
         rows(f"{MOE}router.", f"{MLP}gate.moe_statics.", "choice_bias=e_score_correction_bias", "row"),
     ),
     Form("transformers 5, hy_v3", rows(f"{MOE}shared.", f"{MLP}shared_experts.", SWIGLU)),
+    Form("transformers 5, kimi_linear", rows(MOE, SPARSE, SWIGLU)),
     Form("VeOmni", rows(*_EXPERTS, "gate=gate_proj up=up_proj down=down_proj", "of_experts")),
 )
 

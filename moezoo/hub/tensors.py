@@ -23,6 +23,8 @@ from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.typed import show
 
+# Dimensions of size one around an array.
+_ONES = {"row": (1, 0), "inner": (2, 1)}
 _AS_OURS = ("transposed", "alternating")  # layouts with inputs before outputs, as our arrays have them
 
 
@@ -58,15 +60,18 @@ class Tensor:
             return self._joined
         if self.axes.role is Role.BIAS:
             return (math.prod(self._joined),)
+        if self.layout == "filters":
+            return (math.prod(self._joined[1:]), 1, self._joined[0])
         if self.axes.role is not Role.WEIGHT:
-            return (1,) * (self.layout == "row") + self._joined
+            before, after = _ONES.get(self.layout, (0, 0))
+            return (1,) * before + self._joined + (1,) * after
         first, cut = self.split
         return (*self._joined[:first], math.prod(self._joined[cut:]), math.prod(self._joined[first:cut]))
 
     @property
     def split(self) -> tuple[int, int]:
         """Where inputs and outputs of a weight begin among its dimensions."""
-        first = 0 if self.layout in ("plain", "row") else 1
+        first = 0 if self.layout in ("plain", "row", "inner", "filters") else 1
         return first, first + len(self.axes.inputs)
 
     @property
@@ -82,7 +87,7 @@ class Tensor:
         whole = np.concatenate(parts, axis=-1) if at is None and len(parts) > 1 else parts[0]
         if at is not None:
             whole = np.stack([part.transpose(np.argsort(self.order)) for part in parts], axis=at)
-        elif self.axes.role is Role.WEIGHT:
+        else:
             whole = whole.transpose(np.argsort(self.order))
         return np.ascontiguousarray(whole).reshape(self.shape)
 
@@ -98,6 +103,8 @@ class Tensor:
     def order(self) -> tuple[int, ...]:
         """For each dimension of a part, its number in `dims`, parts not counted: outputs come before inputs."""
         own = range(len(self.shapes[0]))
+        if self.layout == "filters":
+            return (2, 0, 1)
         if self.axes.role is not Role.WEIGHT or self.layout in _AS_OURS:
             return tuple(own)
         first, cut = self.split

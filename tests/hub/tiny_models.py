@@ -12,10 +12,19 @@ from safetensors.numpy import save_file
 
 import moezoo
 from moezoo.hub.tensors import tensors
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, family_of
+from moezoo.models import (
+    DeepSeekConfig,
+    GptOssConfig,
+    GroupedConfig,
+    KimiLinearConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    family_of,
+)
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
+from moezoo.nn.delta import DeltaSizes
 from moezoo.nn.rotary import QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
@@ -76,6 +85,13 @@ def mistral4(**changes: Any) -> DeepSeekConfig:
     router = Choice(groups=4, kept_groups=2, group_score="sum_of_top2", scale=1.5)
     scale = QueryScale(beta=0.7, length=8)
     return deepseek_v3(**{"router": router, "query_scale": scale, "yarn": replace(YARN, length=8), **changes})
+
+
+def kimi_linear(**changes: Any) -> KimiLinearConfig:
+    """Return a tiny Kimi Linear, whose mixers by the delta rule have other heads than attention."""
+    sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 3}
+    delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
+    return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (1,), **changes})
 
 
 CONFIGS = {
@@ -145,6 +161,18 @@ CONFIGS = {
         router=Choice(gates="scores", group_score="sum_of_top2"),
         yarn=Yarn(),
         shared_experts=2,
+    ),
+    "kimi linear": kimi_linear(router=replace(ROUTER, scale=2.446)),
+    "kimi linear none dense": kimi_linear(
+        layers=2,
+        attention_layers=None,
+        dense_layers=0,
+        q_lora=6,
+        shared_experts=2,
+        router=replace(SIGMOID, gates="scores"),
+    ),
+    "kimi linear two dense": kimi_linear(
+        dense_layers=2, attention_layers=None, delta=DeltaSizes(4, 4, 6, 6, 3), shared_experts=0, router=SIGMOID
     ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True

@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -38,7 +38,15 @@ import moezoo
 from moezoo.config.overrides import CONF, groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
+from moezoo.models import (
+    DeepSeekConfig,
+    GptOssConfig,
+    GroupedConfig,
+    KimiLinearConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    build_model,
+)
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
@@ -90,6 +98,12 @@ _OLMOE |= {"router": {"gates": "scores"}}
 # The limit clamps some of the numbers in the experts of nearly every token.
 _GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
 _GPT_OSS |= {"swiglu_limit": 1.0}
+# The delta rule has other heads than attention. One of its layers has an MLP, the others experts.
+_KIMI = {name: _DEEPSEEK[name] for name in ("dense_layers", "heads", "q_lora", "kv_lora", "nope_dim", "rope_dim")}
+_KIMI |= {name: _DEEPSEEK[name] for name in ("value_dim", "mlp", "expert_mlp", "experts", "experts_per_token")}
+_KIMI |= {name: _DEEPSEEK[name] for name in ("norm_eps", "shared_experts", "router", "layers")}
+_KIMI |= {"attention_layers": (1,), "delta": {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5}}
+_KIMI["delta"] |= {"taps": 3}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -102,7 +116,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | KimiLinearConfig
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -114,6 +128,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
+    "kimi_linear": (KimiLinearConfig, _KIMI, 6),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -127,10 +142,12 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     """Return the configuration of a tiny model."""
     config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
+    if not hasattr(config_class, "rope_base"):
+        del values["rope_base"]
     if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
-    names = [name for name in ("yarn", "router", "query_scale") if name in values]
+    names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]
     sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
     return config_class(**{**values, **sections})
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import oracle_deepseek
+import oracle_delta
 import oracle_grouped
 import pytest
 from blueprints import as_blueprint
@@ -20,7 +21,7 @@ from oracle_router import Choice, softmax
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig
+from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, KimiLinearConfig, MixtralConfig, OlmoeConfig
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.optim.base import newest
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -160,8 +161,8 @@ class CompiledStep:
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
-    of_family = oracle_deepseek if isinstance(config(family), DeepSeekConfig) else oracle_grouped
-    return of_family.parameters_of(model)
+    others: dict[type, Any] = {DeepSeekConfig: oracle_deepseek, KimiLinearConfig: oracle_delta}
+    return others.get(type(config(family)), oracle_grouped).parameters_of(model)
 
 
 def moments_of(case: Case, state: Any, like: Any) -> oracle.Parameters:
@@ -201,7 +202,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     """Return the oracle's family for a tiny model: its layers and the settings that its arrays do not show."""
     c = config(family, balance)
     losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
-    if isinstance(c, DeepSeekConfig):
+    if isinstance(c, DeepSeekConfig | KimiLinearConfig):
         return _deepseek(c, losses, oracle_deepseek.bias_of(model(family, balance)))
     common: dict[str, Any] = {
         "experts_per_token": c.experts_per_token,
@@ -239,20 +240,24 @@ def _choice(r: Any) -> Choice:
     return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum)
 
 
-def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
+def _deepseek(c: DeepSeekConfig | KimiLinearConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
     r = c.router
-    return oracle_deepseek.DeepSeek(
-        c.experts_per_token,
-        c.dense_layers,
-        c.nope_dim,
-        _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved"),
-        _choice(r),
-        np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
-        0.0 if bias is None else r.bias_rate,
-        c.norm_eps,
-        losses,
-        (c.query_scale.beta, c.query_scale.length),
-    )
+    settings: dict[str, Any] = {
+        "experts_per_token": c.experts_per_token,
+        "dense_layers": c.dense_layers,
+        "nope_dim": c.nope_dim,
+        "choice": _choice(r),
+        "bias": np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
+        "bias_rate": 0.0 if bias is None else r.bias_rate,
+        "norm_eps": c.norm_eps,
+        "losses": losses,
+    }
+    if isinstance(c, KimiLinearConfig):
+        assert c.attention_layers is not None
+        return oracle_delta.KimiLinear(**settings, rope=None, attends=c.attention_layers)
+    rope = _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved")
+    scale = c.query_scale.beta, c.query_scale.length
+    return oracle_deepseek.DeepSeek(**settings, rope=rope, query_scale=scale)
 
 
 @functools.cache
