@@ -48,6 +48,7 @@ CASES = [
     ("grouped", "tensor2", "ring", (8,)),
     ("olmoe", "tensor4", "ring", (1,)),
     ("gpt_oss", "tensor4", "ragged", (8,)),
+    ("kimi_linear", "tensor2", "ring", (8,)),
 ]
 
 

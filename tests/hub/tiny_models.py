@@ -189,7 +189,7 @@ PLAIN: dict[str, Any] = {
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
     "mistral4": mistral4(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
+} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

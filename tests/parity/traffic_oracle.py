@@ -76,8 +76,16 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         phases = "F" if not learns else "FB" if run.remat == "none" else "FRB"
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
-            hops = count_hops(run, config.seq_len, None if balanced else block.window)
-            attention(part("layers/attention", phases, times), run, block.shapes, trains, tokens, hops)
+            mixes = part("layers/attention", phases, times)
+            if "attention.strength" in block.shapes:
+                chunks = rows * (1 + balanced)
+                delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
+                # The documents of the tokens before each chunk are those of all layers: JAX moves them before the loop.
+                documents = chunks * (block.shapes["attention.convolutions[0].weight"][0] - 1)
+                part("attention", "O")("O", "all_gather", run.sequence, documents, INT32)
+            else:
+                hops = count_hops(run, config.seq_len, None if balanced else block.window)
+                attention(mixes, run, block.shapes, trains, tokens, hops)
             feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
@@ -269,6 +277,38 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
             book("F" if run.remat == "dots" else "FR", "ppermute", run.sequence, numbers, run.width, hops)
             book("B", "ppermute", run.sequence, numbers, run.width, hops + (hops > 1))
             book("B", "ppermute", run.sequence, numbers, FLOAT32, hops)  # gradients
+
+
+def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
+    """Book sums over devices that share heads, and what chunks need of those before: inputs of filters, and states.
+
+    A device has so many `chunks` of texts: one of each of its texts, or two in balanced order.
+    """
+    heads, embed = run.kept("heads"), shapes["attention.out"][-1]
+    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    # The gradients of what meets split heads: tokens, and what is between two matrices of low rank.
+    entering = [
+        embed,
+        *(shapes[path][-1] for path in ("attention.decay.down", "attention.gate.down") if path in shapes),
+    ]
+    for numbers in entering:
+        book("B", "psum", heads, tokens * numbers, run.width)
+    norm = "attention.norm.scale"
+    book("B" if norm in trains else "", "psum", heads, *shapes[norm], run.reduce_width)
+    reach = shapes["attention.convolutions[0].weight"][0] - 1
+    for path in ("attention.query", "attention.key", "attention.value"):
+        numbers = chunks * reach * math.prod(shapes[path][1:]) // run.ways(heads)
+        travels(book, run, numbers, run.width)
+    book("R", "all_gather", run.sequence, chunks * reach, INT32)  # documents
+    key_dim, (value_heads, value_dim) = shapes["attention.key"][-1], shapes["attention.value"][1:]
+    for dim in (key_dim, value_dim):  # the factor and the term of each state
+        travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
+
+
+def travels(book: Book, run: Run, numbers: int, width: int) -> None:
+    """Book that each device gets `numbers` of each other device that shares its sequences."""
+    book("FR", "all_gather", run.sequence, numbers, width)
+    book("B", "reduce_scatter", run.sequence, numbers * run.ways(run.sequence), width)
 
 
 def count_hops(run: Run, length: int, window: int | None) -> int:
