@@ -60,9 +60,18 @@ class Unembedding(eqx.Module):
     table: Embedding[Array, "vocab embed"] | None
 
     def __init__(
-        self, embed: int, vocab: int, *, epsilon: float, std: float, tied: bool = False, dtype: jnp.dtype, key: Array
+        self,
+        embed: int,
+        vocab: int,
+        *,
+        epsilon: float,
+        around_one: bool = False,
+        std: float,
+        tied: bool = False,
+        dtype: jnp.dtype,
+        key: Array,
     ):
-        self.norm = RMSNorm(embed, epsilon, dtype=dtype)
+        self.norm = RMSNorm(embed, epsilon, around_one=around_one, dtype=dtype)
         self.weight = None if tied else normal(key, (embed, vocab), std, dtype)
         self.table = None
 

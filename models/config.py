@@ -106,6 +106,11 @@ class ModelConfig(abc.ABC):
         return ""
 
     @property
+    def norms_around_one(self) -> bool:
+        """Whether norms multiply by 1 + scale (`moezoo.nn.norm`); those inside mixers may differ."""
+        return False
+
+    @property
     @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""

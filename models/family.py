@@ -71,7 +71,14 @@ class Family:
             TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding),
             stacks,
             Unembedding(
-                c.embed, c.vocab, epsilon=c.norm_eps, std=std, tied=c.tied_embeddings, dtype=dtype, key=for_head
+                c.embed,
+                c.vocab,
+                epsilon=c.norm_eps,
+                around_one=c.norms_around_one,
+                std=std,
+                tied=c.tied_embeddings,
+                dtype=dtype,
+                key=for_head,
             ),
             c,
         )

@@ -115,4 +115,4 @@ def make_block(kind: Kind, c: KimiLinearConfig, dtype: jnp.dtype, key: Array) ->
         )
     if feed_forward == "dense":
         return block(c, dtype, mixes, mlp(c, dtype, others[0], c.mlp))
-    return block(c, dtype, mixes, mixture(c, dtype, others, c.router, c.shared_experts))
+    return block(c, dtype, mixes, mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp))

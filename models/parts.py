@@ -24,19 +24,20 @@ def out_std(c: ModelConfig) -> float:
 
 def block(c: ModelConfig, dtype: jnp.dtype, attention: Mixer, feed_forward: FeedForward) -> Block:
     """Return a layer of these parts."""
-    first, second = (RMSNorm(c.embed, c.norm_eps, dtype=dtype) for _ in range(2))
+    first, second = (RMSNorm(c.embed, c.norm_eps, around_one=c.norms_around_one, dtype=dtype) for _ in range(2))
     return Block(first, attention, second, feed_forward)
 
 
 def grouped_attention(c: GroupedAttentionConfig, dtype: jnp.dtype, key: Array, **options: Any) -> Attention:
     """Return grouped-query attention. `options`: those of `Attention` that differ by family."""
     sizes = (c.embed, c.heads, c.kv_heads, c.head_dim)
-    return Attention(*sizes, norm_eps=c.norm_eps, out_std=out_std(c), dtype=dtype, key=key, **options)
+    norms: dict[str, Any] = {"norm_eps": c.norm_eps, "norm_around_one": c.norms_around_one}
+    return Attention(*sizes, out_std=out_std(c), dtype=dtype, key=key, **norms, **options)
 
 
-def mlp(c: ModelConfig, dtype: jnp.dtype, key: Array, width: int) -> MLP:
-    """Return an MLP."""
-    return MLP(c.embed, width, out_std=out_std(c), dtype=dtype, key=key)
+def mlp(c: ModelConfig, dtype: jnp.dtype, key: Array, width: int, gated: bool = False) -> MLP:
+    """Return an MLP, `gated` by one number per token or not."""
+    return MLP(c.embed, width, gated=gated, out_std=out_std(c), dtype=dtype, key=key)
 
 
 def mixture(
@@ -44,7 +45,9 @@ def mixture(
     dtype: jnp.dtype,
     keys: Sequence[Array],
     choice: Choice,
-    shared_experts: int = 0,
+    *,
+    shared: int = 0,
+    shared_gated: bool = False,
     bias: Literal["none", "trained"] = "none",
     **options: Any,
 ) -> MoE:
@@ -53,13 +56,13 @@ def mixture(
     Args:
         c: The configuration.
         dtype: The dtype of parameters.
-        keys: A random key each for the router, the experts and the shared experts, if there are any.
+        keys: A random key each for the router, the experts and the shared MLP, if there is one.
         choice: How the router chooses experts.
+        shared: The width of the shared MLP; 0 for none.
+        shared_gated: Whether it is gated by one number per token.
         bias: Whether the router has a bias.
-        shared_experts: The width of the shared MLP, in experts; 0 for none.
         options: Those of `Experts` that differ by family.
     """
     router = Router(c.embed, c.experts, c.experts_per_token, choice, bias=bias, dtype=dtype, key=keys[0])
     experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std(c), dtype=dtype, key=keys[1], **options)
-    width = shared_experts * c.expert_mlp
-    return MoE(router, experts, mlp(c, dtype, keys[2], width) if width else None)
+    return MoE(router, experts, mlp(c, dtype, keys[2], shared, shared_gated) if shared else None)

@@ -45,6 +45,7 @@ from moezoo.models import (
     KimiLinearConfig,
     MixtralConfig,
     OlmoeConfig,
+    Qwen35Config,
     build_model,
 )
 from moezoo.models.blueprint import Blueprint
@@ -104,6 +105,10 @@ _KIMI |= {name: _DEEPSEEK[name] for name in ("value_dim", "mlp", "expert_mlp", "
 _KIMI |= {name: _DEEPSEEK[name] for name in ("norm_eps", "shared_experts", "router", "layers")}
 _KIMI |= {"attention_layers": (1,), "delta": {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5}}
 _KIMI["delta"] |= {"taps": 3}
+# A layer of each mixer; each of two key heads serves two value heads.
+_QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
+_QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5}, "rotary_dims": 4}
+_QWEN3_5 |= {"shared_mlp": 10}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -116,7 +121,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | KimiLinearConfig
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | KimiLinearConfig | Qwen35Config
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -129,6 +134,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
+    "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
