@@ -58,7 +58,7 @@ class KimiLinearConfig(ModelConfig):
     """
 
     attention_layers: tuple[int, ...] | None = None
-    delta: DeltaSizes = dataclasses.field(default_factory=lambda: DeltaSizes(4, 4, 32, 32))
+    delta: DeltaSizes = dataclasses.field(default_factory=lambda: DeltaSizes(8, 8, 16, 16))
     q_lora: Size | None = None
     kv_lora: Size = 32
     nope_dim: Size = 32

@@ -13,6 +13,8 @@ An MLP is written under the released name `mlp`, which transformers reads too. t
 `block_sparse_moe` (`moezoo.hub.other_names`).
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,13 +72,13 @@ def _read_mixers(config: ConfigJson, found: Found) -> Found:
     attends = None if types is None else tuple(i for i, kind in enumerate(types) if kind == _ATTENDS)
     full, deltas = (table.read(key, tuple[int, ...] | None, None, least=0) for key in (_FULL, _DELTAS))
     if full is not None or deltas is not None or attends is None:
-        listed = sorted((*(full or ()), *(deltas or ())))
-        if listed != [*range(1, count + 1)]:
-            wrong = [i for i in listed if not 1 <= i <= count or listed.count(i) > 1]
-            wrong = wrong or [i for i in range(1, count + 1) if i not in listed]
+        listed = (*(full or ()), *(deltas or ()))
+        times, there = Counter(listed), range(1, count + 1)
+        wrong = next((i for i in itertools.chain(listed, there) if times[i] != 1 or i not in there), None)
+        if wrong is not None:
             raise UserError(
-                f"config.json: {_TABLE}.{_FULL} and {_DELTAS} name layer {wrong[0]} {listed.count(wrong[0])} times: "
-                f"expected each layer from 1 to num_hidden_layers={count} in one of both"
+                f"config.json: {_TABLE}.{_FULL} and {_DELTAS} name layer {wrong} {times[wrong]} times: expected each "
+                f"layer from 1 to num_hidden_layers={count} once, and no other"
             )
         assert full is not None
         from_one = tuple(i - 1 for i in sorted(full))

@@ -32,6 +32,7 @@ TOTALS = {
     "glm4_5_air": 106_852_245_504,
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
+    "kimi_linear_48b_a3b": 49_122_675_072,
 }
 
 
@@ -40,7 +41,9 @@ def configuration(name):
     return compose(f"model={name}")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", *TOTALS])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "kimi_linear", *TOTALS]
+)
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)
     shapes = Blueprint(cfg.model).shapes

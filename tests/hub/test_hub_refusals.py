@@ -139,14 +139,17 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3.2 => {"moe_router_dtype": "bfloat16"} => moe_router_dtype=bfloat16 ... only float32
     v3.2 => {"rope_interleave": false} => rope_interleave=false ... only true
     kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [0, 2], DELTA}}
-        => linear_attn_config.full_attn_layers and kda_layers name layer 0 1 times: expected each layer from 1
+        => linear_attn_config.full_attn_layers and kda_layers name layer 0 1 times ... from 1 to num_hidden_layers=3
     kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2, 3], DELTA}}
-        => name layer 2 2 times
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], DELTA}} => name layer 3 0 times
-    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2, 3, 4], DELTA}} => name layer 4 1 times
-    kimi linear => {"linear_attn_config": {DELTA}} => name layer 1 0 times
+        => linear_attn_config.full_attn_layers and kda_layers name layer 2 2 times
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 3 0 times
+    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2, 3, 4], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 4 1 times
+    kimi linear => {"linear_attn_config": {DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 1 0 times
     kimi linear => {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
-        => full_attn_layers=[2], from 1, contradicts layer_types ... delete
+        => linear_attn_config.full_attn_layers=[2], from 1, contradicts layer_types ... delete
     kimi linear => {"layer_types": ["full_attention", "linear_attention"]} => layer_types names 2 layers
     kimi linear => {"linear_head_dim": 7} => linear_attn_config.head_dim and linear_head_dim are one setting ... delete
     kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}}

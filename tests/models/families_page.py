@@ -62,6 +62,7 @@ _MODELS = {
     "ernie4_5_moe": ("", "ERNIE 4.5"),
     "qwen3": ("Qwen3-0.6B, 1.7B, 8B and 32B", "others"),
     "gpt_oss": ("gpt-oss-20b, 120b", ""),
+    "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
 }
 _LISTED = """
 ## What is ignored
