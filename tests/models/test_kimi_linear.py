@@ -1,6 +1,7 @@
 """Kimi Linear: which layers attend, documents that are packed, and what is refused."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from moezoo.models import KimiLinear, KimiLinearConfig
 from moezoo.models.kimi_linear import kinds
 from moezoo.nn.delta import DeltaSizes
 
-SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "experts": 4, "experts_per_token": 2, "expert_mlp": 8}
+SIZES: Any = {"vocab": 24, "embed": 16, "layers": 2, "heads": 2, "experts": 4, "experts_per_token": 2, "expert_mlp": 8}
 CONFIG = KimiLinearConfig(
     **SIZES, kv_lora=5, nope_dim=4, rope_dim=2, value_dim=3, mlp=12, delta=DeltaSizes(2, 2, 4, 4, 3)
 )

@@ -103,8 +103,8 @@ _GPT_OSS |= {"swiglu_limit": 1.0}
 _KIMI = {name: _DEEPSEEK[name] for name in ("dense_layers", "heads", "q_lora", "kv_lora", "nope_dim", "rope_dim")}
 _KIMI |= {name: _DEEPSEEK[name] for name in ("value_dim", "mlp", "expert_mlp", "experts", "experts_per_token")}
 _KIMI |= {name: _DEEPSEEK[name] for name in ("norm_eps", "shared_experts", "router", "layers")}
-_KIMI |= {"attention_layers": (1,), "delta": {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5}}
-_KIMI["delta"] |= {"taps": 3}
+_KIMI |= {"attention_layers": (1,)}
+_KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5, "taps": 3}
 # A layer of each mixer; each of two key heads serves two value heads.
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5}, "rotary_dims": 4}

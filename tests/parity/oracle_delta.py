@@ -24,7 +24,9 @@ _PATHS |= {"gate_down": "gate.down", "gate_up": "gate.up"}
 def of_mixers(model: Any) -> Parameters:
     """Return the arrays of the mixers by the delta rule, stacked in the order of their layers."""
     mine = [layer for layer in layers_of(model) if layer.array("attention.strength") is not None]
-    found = {name: [layer.array(f"attention.{path}") for layer in mine] for name, path in _PATHS.items()}
+    found: dict[str, list[Any]] = {
+        name: [layer.array(f"attention.{path}") for layer in mine] for name, path in _PATHS.items()
+    }
     return {f"delta_{name}": np.stack(arrays).astype(np.float64) for name, arrays in found.items()}
 
 
@@ -70,8 +72,8 @@ def parameters_of(model: Any) -> Parameters:
     of_all = oracle.parameters_of(model, {"kv_norm": "kv_norm.scale", "query_norm": "query_norm.scale"})
     names = ("query", "query_down", "query_up", "kv_down", "key_up", "value_up", "out")
     attends = [layer for layer in layers_of(model) if layer.array("attention.kv_down") is not None]
-    found = {name: [layer.array(f"attention.{name}") for layer in attends] for name in names}
-    attention = {name: np.stack(x).astype(np.float64) for name, x in found.items() if x[0] is not None}  # type: ignore[arg-type]
+    found: dict[str, list[Any]] = {name: [layer.array(f"attention.{name}") for layer in attends] for name in names}
+    attention = {name: np.stack(x).astype(np.float64) for name, x in found.items() if x[0] is not None}
     return of_all | attention | of_mixers(model)
 
 
