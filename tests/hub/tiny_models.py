@@ -19,6 +19,7 @@ from moezoo.models import (
     KimiLinearConfig,
     MixtralConfig,
     OlmoeConfig,
+    Qwen35Config,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
@@ -92,6 +93,19 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 3}
     delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (1,), **changes})
+
+
+def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
+    """Return a tiny Qwen3.5 whose second layer attends. No two adjacent dimensions of a layer have the same size."""
+    sizes: dict[str, Any] = {"delta": DeltaSizes(key_heads, value_heads, 6, 5, taps), "layers": 2}
+    sizes |= {} if "attention_layers" in changes else {"attention_every": 2}
+    sizes |= {"kv_heads": 2, "head_dim": 8, "rotary_dims": 4, "shared_mlp": 10, "rope_base": 100.0}
+    return Qwen35Config(**{**SMALL, **sizes, **changes})
+
+
+def qwen3_next(*heads: int, **changes: Any) -> Qwen35Config:
+    """Return a tiny Qwen3-Next."""
+    return qwen35(*heads, **{"model_type": "qwen3_next", "mlp": 20, **changes})
 
 
 CONFIGS = {
@@ -177,6 +191,16 @@ CONFIGS = {
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
+    "qwen3.5": qwen35(),
+    "qwen3.5 attention first, tied": qwen35(2, 2, attention_layers=(0,), tied_embeddings=True),
+    "qwen3.5 biases": qwen35(
+        1, 4, 3, attention_bias="all", rotary_dims=None, yarn=replace(YARN, mscale=0.0, mscale_all=0.0)
+    ),
+    "qwen3.5 attention alone": qwen35(attention_every=1, kv_heads=4),
+    "next": qwen3_next(attention_bias="all", mlp_layers=(0,), router=Choice(gates="scores"), rotary_dims=6),
+    "next four heads, tied": qwen3_next(2, 8, 2, attention_layers=(0,), tied_embeddings=True),
+    "next equal heads": qwen3_next(3, 3, layers=4, moe_every=2, yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
+    "next plain": qwen3_next(),
 }
 
 # One of each kind of config.json.
@@ -189,6 +213,8 @@ PLAIN: dict[str, Any] = {
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
     "mistral4": mistral4(),
+    "qwen3.5": qwen35(),
+    "next": qwen3_next(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
