@@ -8,7 +8,7 @@ from moezoo.errors import UserError
 from moezoo.models.config_json import YARN_KEYS, ConfigJson, extension_keys, read_rope, rope_keys
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, common, fixed, required, rope
-from moezoo.models.names import ATTENTION, MLP, MOE, Rows, layers, rows
+from moezoo.models.names import LATENT_ATTENTION, MLP, MOE, Rows, layers, rows
 from moezoo.nn.rotary import Pairs, Yarn
 from moezoo.typed import show
 
@@ -22,42 +22,32 @@ _ABOUT = {
     "deepseek_v32": "as deepseek_v3, for texts of at most index_topk tokens, without sparse attention; DeepSeek-V3.2",
     "glm_moe_dsa": "as deepseek_v32; GLM-5, 5.1 and 5.2",
 }
-_ROWS = layers(
-    rows(
-        "attention.",
-        ATTENTION,
-        """
-        query=q_proj.weight query_down=q_a_proj.weight query_norm.scale=q_a_layernorm.weight query_up=q_b_proj.weight
-        kv_down=kv_a_proj_with_mqa.weight kv_norm.scale=kv_a_layernorm.weight key_up+value_up=kv_b_proj.weight
-        out=o_proj.weight
-        """,
-    )
-)
+_ROWS = layers(LATENT_ATTENTION)
 # Mistral 4 has one tensor for all experts of a layer.
 _JOINED = rows(f"{MOE}experts.", f"{MLP}experts.", "gate+up=gate_up_proj down=down_proj", "of_experts")
 _JOINED = (*(row for row in _ROWS if "{expert}" not in row.name), *_JOINED)
-_FIRST, _LIST = "first_k_dense_replace", "mlp_layer_types"
+FIRST, LIST = "first_k_dense_replace", "mlp_layer_types"
 
 
-def _dense(default: int, *keys: str) -> Part:
+def dense(default: int, *keys: str) -> Part:
     """Return how many first layers have an MLP: the first of `keys` that is there says it, or else `default`."""
 
     def read(config: ConfigJson, found: Found) -> Found:
         """Raise `UserError` where later layers have one too."""
         types, layers = None, found["layers"]
-        if _LIST in keys:
-            types = config.read(_LIST, tuple[Literal["dense", "sparse"], ...] | None, None)
+        if LIST in keys:
+            types = config.read(LIST, tuple[Literal["dense", "sparse"], ...] | None, None)
         if types is None:
-            return {"dense_layers": config.read(_FIRST, int, default, least=0) if _FIRST in keys else default}
-        dense = types.count("dense")
-        if types != ("dense",) * dense + ("sparse",) * (layers - dense):
+            return {"dense_layers": config.read(FIRST, int, default, least=0) if FIRST in keys else default}
+        first = types.count("dense")
+        if types != ("dense",) * first + ("sparse",) * (layers - first):
             raise UserError(
                 f"config.json: mlp_layer_types={show(list(types))[:80]}: expected num_hidden_layers={layers} entries, "
                 "all dense before all sparse; moezoo builds no other order"
             )
-        return {"dense_layers": dense}
+        return {"dense_layers": first}
 
-    return Part(read, lambda c: {_FIRST: c.dense_layers}, {"dense_layers": keys[-1]})
+    return Part(read, lambda c: {FIRST: c.dense_layers}, {"dense_layers": keys[-1]})
 
 
 def _router(score: str, group_score: str, choice_bias: str) -> Settings:
@@ -145,17 +135,17 @@ _MISTRAL_4: Settings = {
     "rope": Part(_read_query_scale, _write_query_scale, _SCALE_KEYS),
 }
 # Keys with one value.
-_ONLY: Mapping[str, Any] = {
+ONLY: Mapping[str, Any] = {
     "attention_bias": (False,),
     "moe_layer_freq": (1,),
     "moe_router_dtype": ("float32",),
     "qk_head_dim": lambda found: found["nope_dim"] + found["rope_dim"],
     # Each head has keys and values of its own, made of the latent.
     "num_key_value_heads": lambda found: found["heads"],
-    _FIRST: lambda found: found["dense_layers"],  # where the list was read
+    FIRST: lambda found: found["dense_layers"],  # where the list was read
 }
-_SIGMOID = _ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-_SOFTMAX = _ONLY | {"scoring_func": ("softmax",)}
+_SIGMOID = ONLY | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_SOFTMAX = ONLY | {"scoring_func": ("softmax",)}
 _INDEXED = _SIGMOID | {"rope_interleave": (True,)}
 # Coefficients of routing losses, which transformers does not have; how experts were split; further layers, which are
 # not loaded. In two types `head_dim` must fit other sizes; in the others it is not read.
@@ -206,17 +196,17 @@ def _type(
     return ModelType(architecture, settings, further | (others or {}), rows, only, without_effect)
 
 
-_V3 = _type("DeepseekV3", _dense(3, _FIRST), groups=(8, 4))
-_BOTH = _dense(3, _LIST, _FIRST)
+_V3 = _type("DeepseekV3", dense(3, FIRST), groups=(8, 4))
+_BOTH = dense(3, LIST, FIRST)
 _V2_ONLY = _SOFTMAX | {"norm_topk_prob": (False,)}
 _LITE_ONLY = _SIGMOID | {"head_dim": lambda found: found["rope_dim"]}  # another name of qk_rope_head_dim
-_MISTRAL_ONLY = _SOFTMAX | {"head_dim": _ONLY["qk_head_dim"]}
+_MISTRAL_ONLY = _SOFTMAX | {"head_dim": ONLY["qk_head_dim"]}
 _TYPES = {
-    "deepseek_v2": _type("DeepseekV2", _dense(0, _FIRST), 2048, scale=1.0, others=_V2, only=_V2_ONLY),
+    "deepseek_v2": _type("DeepseekV2", dense(0, FIRST), 2048, scale=1.0, others=_V2, only=_V2_ONLY),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,
-    "glm4_moe_lite": _type("Glm4MoeLite", _dense(1, _LIST), 202752, scale=1.8, only=_LITE_ONLY, without_effect=_UNREAD),
-    "mistral4": _type("Mistral4", _dense(0, _FIRST), 1048576, (1, 1), 1.0, _MISTRAL_4, _JOINED, _MISTRAL_ONLY, _UNREAD),
+    "glm4_moe_lite": _type("Glm4MoeLite", dense(1, LIST), 202752, scale=1.8, only=_LITE_ONLY, without_effect=_UNREAD),
+    "mistral4": _type("Mistral4", dense(0, FIRST), 1048576, (1, 1), 1.0, _MISTRAL_4, _JOINED, _MISTRAL_ONLY, _UNREAD),
     "deepseek_v32": _type(
         "DeepseekV32", _BOTH, 163840, (8, 4), others=_sparse("halves"), only=_INDEXED, without_effect=_INDEX
     ),

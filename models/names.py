@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 # How a tensor holds arrays; `moezoo.hub.tensors` describes `plain`.
 #
 # row: an array [n] as [1, n].
+# inner: an array [n] as [1, 1, n, 1].
 # of_experts: those of all experts, [experts, outputs, inputs], where others have a tensor for each.
 # transposed: the same as [experts, inputs, outputs].
 # alternating: those of all experts with our dimensions, [experts, inputs, outputs]. Arrays that are joined alternate
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 # flat: weights [inputs, *outputs] as [outputs, inputs]. All outputs of one array come before those of the next; in a
 #     row with `groups`, those of one group of all arrays before those of the next group.
 # filters: the same of convolutions [taps, *channels], as [channels, 1, taps].
-Layout = Literal["plain", "row", "flat", "filters", "of_experts", "transposed", "alternating"]
+Layout = Literal["plain", "row", "inner", "flat", "filters", "of_experts", "transposed", "alternating"]
 
 
 class Row(NamedTuple):
@@ -70,6 +71,15 @@ GROUPED_ATTENTION = rows(
     query_norm.scale=q_norm.weight key_norm.scale=k_norm.weight sinks=sinks
     """,
 )
+LATENT_ATTENTION = rows(
+    "attention.",
+    ATTENTION,
+    """
+    query=q_proj.weight query_down=q_a_proj.weight query_norm.scale=q_a_layernorm.weight query_up=q_b_proj.weight
+    kv_down=kv_a_proj_with_mqa.weight kv_norm.scale=kv_a_layernorm.weight key_up+value_up=kv_b_proj.weight
+    out=o_proj.weight
+    """,
+)
 SWIGLU = "gate=gate_proj.weight up=up_proj.weight down=down_proj.weight"
 FEED_FORWARD = (
     *rows(MOE, MLP, SWIGLU),
@@ -88,11 +98,12 @@ def layers(attention: Rows = GROUPED_ATTENTION, feed_forward: Rows = FEED_FORWAR
 
 USUAL = layers()
 # The names in Mixtral's folders.
-_SPARSE = f"{_LAYER}block_sparse_moe."
+SPARSE = f"{_LAYER}block_sparse_moe."
+SPARSE_EXPERTS = rows(f"{MOE}experts.", f"{SPARSE}experts.{{expert}}.", "gate=w1.weight up=w3.weight down=w2.weight")
 BLOCK_SPARSE = change(
     USUAL,
-    *rows(f"{MOE}router.", _SPARSE, "weight=gate.weight choice_bias=e_score_correction_bias"),
-    *rows(f"{MOE}experts.", f"{_SPARSE}experts.{{expert}}.", "gate=w1.weight up=w3.weight down=w2.weight"),
+    *rows(f"{MOE}router.", SPARSE, "weight=gate.weight choice_bias=e_score_correction_bias"),
+    *SPARSE_EXPERTS,
 )
 # The names in folders of dense models, whose MLP is one expert.
 DENSE = layers(feed_forward=rows(f"{MOE}experts.", MLP, SWIGLU))

@@ -29,7 +29,7 @@ from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.hub import Hub
-from moezoo.models.names import MLP, MOE, SWIGLU, Rows, rows
+from moezoo.models.names import ATTENTION, MLP, MOE, SPARSE, SWIGLU, Rows, rows
 from moezoo.nn.rotary import Rotary, frequencies
 from moezoo.typed import show
 
@@ -199,6 +199,18 @@ FORMS = (
         rows(f"{MOE}router.", f"{MLP}gate.moe_statics.", "choice_bias=e_score_correction_bias", "row"),
     ),
     Form("transformers 5, hy_v3", rows(f"{MOE}shared.", f"{MLP}shared_experts.", SWIGLU)),
+    # As it saves it by default; the others are of its memory.
+    Form("transformers 5, kimi_linear", rows(MOE, SPARSE, SWIGLU)),
+    Form("transformers 5, kimi_linear", rows(f"{MOE}router.", f"{MLP}gate.", "choice_bias=e_score_correction_bias")),
+    Form(
+        "transformers 5, kimi_linear",
+        rows("attention.convolutions", ATTENTION, "[0].weight+[1].weight+[2].weight=conv1d.weight", "filters"),
+    ),
+    Form(
+        "transformers 5, kimi_linear",
+        rows("attention.decay.", f"{ATTENTION}forget_gate.", "down=f_a_proj.weight up=f_b_proj.weight bias=dt_bias"),
+    ),
+    Form("transformers 5, kimi_linear", rows("attention.decay.", f"{ATTENTION}forget_gate.", "rate=A_log", "inner")),
     Form("VeOmni", rows(*_EXPERTS, "gate=gate_proj up=up_proj down=down_proj", "of_experts")),
 )
 

@@ -24,6 +24,8 @@ from moezoo.models.names import Layout
 from moezoo.parallel.axes import Axes, Role, is_stored, parameter_table
 from moezoo.typed import show
 
+# Dimensions of size one around an array.
+_ONES = {"row": (1, 0), "inner": (2, 1)}
 _AS_OURS = ("transposed", "alternating")  # layouts with inputs before outputs, as our arrays have them
 
 
@@ -61,7 +63,8 @@ class Tensor:
         if self.axes.role is Role.BIAS:
             return (math.prod(self._joined),)
         if self.axes.role is not Role.WEIGHT:
-            return (1,) * (self.layout == "row") + self._joined
+            before, after = _ONES.get(self.layout, (0, 0))
+            return (1,) * before + self._joined + (1,) * after
         first, cut = self.split
         return (*self._joined[:first], math.prod(self._joined[cut:]), math.prod(self._joined[first:cut]))
 

@@ -117,7 +117,9 @@ class ChannelDecay(eqx.Module):
         heads, dim = sizes.value_heads, sizes.key_dim
         self.down = normal(keys[0], (embed, rank), embed**-0.5, dtype)
         self.up = normal(keys[1], (rank, heads, dim), rank**-0.5, dtype)
-        self.rate, self.bias, self.lowest = _rates(keys[2], sizes, dtype), jnp.ones((heads, dim), dtype), lowest
+        for_rate, for_bias = jax.random.split(keys[2])
+        self.rate, self.bias = _rates(for_rate, sizes, dtype), _slow(for_bias, (heads, dim), dtype)
+        self.lowest = lowest
 
     def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads head_dim"]:
         """Return the logarithms of factors."""
@@ -162,6 +164,14 @@ def _rates(key: Array, sizes: DeltaSizes, dtype: jnp.dtype) -> Array:
     if not draws_numbers.value:
         return jnp.zeros((sizes.value_heads,), dtype)
     return jnp.log(jax.random.uniform(key, (sizes.value_heads,), minval=0.01, maxval=16.0)).astype(dtype)
+
+
+def _slow(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Draw biases whose softplus is between 0.001 and 0.1, evenly in its logarithm (Gu and Dao, 2023, Mamba)."""
+    if not draws_numbers.value:
+        return jnp.zeros(shape, dtype)
+    at = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
+    return (at + jnp.log(-jnp.expm1(-at))).astype(dtype)
 
 
 def _unit(x: Float[Array, "*dims head_dim"]) -> Float[Array, "*dims head_dim"]:

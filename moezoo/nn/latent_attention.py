@@ -6,8 +6,9 @@
     k = [latent W_key_up, shared]         # [B, S, heads, nope_dim + rope_dim]
     v = latent W_value_up                 # [B, S, heads, value_dim]
 
-Attention over q, k, v is the usual one; q may have a factor that grows with the position (`QueryScale`). Devices that
-share heads have the same latents and the same shared key. B batch, S sequence.
+Attention over q, k, v is the usual one; q may have a factor that grows with the position (`QueryScale`). Without a
+rotary nothing knows positions, as in Kimi Linear (Kimi Team, 2025, arXiv:2510.26692), whose other layers do. Devices
+that share heads have the same latents and the same shared key. B batch, S sequence.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class LatentSizes:
     | field | size of |
     |---|---|
     | `q_lora`, `kv_lora` | the latent of queries (None: queries are projected directly), of keys and values |
-    | `nope_dim`, `rope_dim` | the part of a head's query and key without rotation, and with it |
+    | `nope_dim`, `rope_dim` | the part of a head's query and key without rotation, and with it, if there is a rotary |
     | `value_dim` | a head's value |
     """
 
@@ -56,7 +57,7 @@ class LatentSizes:
 
 
 class Latents(NamedTuple):
-    """What keys and values of a token come from: its latent, and the rotated key that all heads share."""
+    """What keys and values of a token come from: its latent, and the key, perhaps rotated, that all heads share."""
 
     latent: Float[Array, "batch keys kv_lora"]
     shared: Float[Array, "batch keys rope_dim"]
@@ -79,7 +80,7 @@ def expand(
 
 
 class LatentAttention(Mixer):
-    """Attention whose keys and values come from one latent per token and one rotated key per token."""
+    """Attention whose keys and values come from one latent per token and one key per token, which `rotary` turns."""
 
     splits_sequences: ClassVar[bool] = True
     query: Weight[Array, "embed -> heads head_dim"] | None
@@ -92,7 +93,7 @@ class LatentAttention(Mixer):
     value_up: Weight[Array, "kv_lora -> heads value_dim"]
     out: Weight[Array, "heads value_dim -> embed"]
     sizes: LatentSizes = eqx.field(static=True)
-    rotary: Rotary = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     query_scale: QueryScale = eqx.field(static=True)
 
     def __init__(
@@ -100,7 +101,7 @@ class LatentAttention(Mixer):
         embed: int,
         sizes: LatentSizes,
         *,
-        rotary: Rotary,
+        rotary: Rotary | None,
         query_scale: QueryScale = NO_QUERY_SCALE,
         out_std: float,
         dtype: jnp.dtype,
@@ -133,7 +134,8 @@ class LatentAttention(Mixer):
         plain, turned = self._queries(x, context, turn, group)
         latents = self.latents(x, turn)
         kept = Joined(jnp.concatenate(latents, axis=-1))
-        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5 * self.rotary.scaling.score_scale
+        scale = (self.sizes.nope_dim + self.sizes.rope_dim) ** -0.5
+        scale *= 1.0 if self.rotary is None else self.rotary.scaling.score_scale
         scoring = Scoring(scale, order=execution.kernel("attention"))
         if past is None:
             # With many queries, making keys and values of every head takes the fewest operations.
@@ -148,9 +150,10 @@ class LatentAttention(Mixer):
             y = self._attend_to_latents(plain, turned, seen, BothCoordinates(context.queries, past.keys), scoring)
         return MixerOutput(project(y, self.out, inputs=2), kept)
 
-    def prepare(self, context: Context) -> tuple[Turn, Interval | None]:
+    def prepare(self, context: Context) -> tuple[Turn | None, Interval | None]:
         """Return the turn of rotary positions, and the keys that each query sees."""
-        return self.rotary.turn(context.queries.position), context.seen(None)
+        turn = None if self.rotary is None else self.rotary.turn(context.queries.position)
+        return turn, context.seen(None)
 
     def state(self, length: int) -> Slots:
         """Declare a latent and a shared key per token."""
@@ -176,7 +179,7 @@ class LatentAttention(Mixer):
         return contract("bshl,lhv->bshv", y, self.value_up)
 
     def _queries(
-        self, x: Array, context: Context, turn: Turn, group: InnerGroup
+        self, x: Array, context: Context, turn: Turn | None, group: InnerGroup
     ) -> tuple[Float[Array, "batch seq heads nope_dim"], Float[Array, "batch seq heads rope_dim"]]:
         if self.query is not None:
             q = project(group.enter(x), self.query)
@@ -186,9 +189,12 @@ class LatentAttention(Mixer):
             assert self.query_up is not None
             q = project(group.enter(self.query_norm(project(x, self.query_down))), self.query_up)
         plain, turned = jnp.split(self.query_scale(q, context), [self.sizes.nope_dim], axis=-1)
-        return plain, self.rotary(turned, turn)
+        return plain, self._turned(turned, turn)
 
-    def latents(self, x: Float[Array, "batch seq embed"], turn: Turn) -> Latents:
+    def latents(self, x: Float[Array, "batch seq embed"], turn: Turn | None) -> Latents:
         """Return what tokens keep for later ones."""
         latent, shared = jnp.split(project(x, self.kv_down), [self.sizes.kv_lora], axis=-1)
-        return Latents(self.kv_norm(latent), self.rotary(shared[:, :, None], turn)[:, :, 0])
+        return Latents(self.kv_norm(latent), self._turned(shared[:, :, None], turn)[:, :, 0])
+
+    def _turned(self, x: Array, turn: Turn | None) -> Float[Array, "batch seq heads rope_dim"]:
+        return x if self.rotary is None or turn is None else self.rotary(x, turn)

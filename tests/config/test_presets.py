@@ -36,6 +36,7 @@ TOTALS = {
     "qwen3_5_35b_a3b": 34_660_610_688,
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
+    "kimi_linear_48b_a3b": 49_122_675_072,
 }
 
 
@@ -45,7 +46,7 @@ def configuration(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", *TOTALS]
+    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", *TOTALS]
 )
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)

@@ -34,7 +34,7 @@ def prepare(*overrides):
     return build_step(cfg, build_execution(cfg))
 
 
-@pytest.mark.parametrize("model", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "kimi_linear"])
 def test_small_sizes_always_fit(memory, model):
     memory(2**30)
     prepare(f"model={model}", "mesh=ep8")

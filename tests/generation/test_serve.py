@@ -49,6 +49,7 @@ CASES = [
     ("olmoe", "tensor4", "ring", (1,)),
     ("gpt_oss", "tensor4", "ragged", (8,)),
     ("qwen3_5", "tensor2", "capacity", (8,)),
+    ("kimi_linear", "tensor2", "ring", (8,)),
 ]
 
 

@@ -1,5 +1,6 @@
 """Logits, loss and gradients of our model and of transformers', for the same folder and tokens."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,13 +30,14 @@ class Results(NamedTuple):
 def load(folder: Path) -> Any:
     """Load a folder with transformers; assert that it finds every weight and that none is left over.
 
-    Only the index of sparse attention is not in our folders, and is random then.
+    Only the index of sparse attention is not in our folders, and is random then; nor are tensors without numbers.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' own
         theirs, info = class_of(folder).from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
+    empty = {name for name, parameter in theirs.named_parameters() if not parameter.numel()}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not [name for name in info[kind] if ".indexer." not in name], kind
+        assert not [name for name in info[kind] if ".indexer." not in name and name not in empty], kind
     return theirs
 
 
@@ -92,12 +94,15 @@ def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
     joining = ("gpt_oss", "mistral4")
-    renamed, joined = (theirs.config.model_type in kinds for kinds in (("mixtral", "minimax_m2"), joining))
+    renaming = ("mixtral", "minimax_m2", "kimi_linear")
+    renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
         if parameter.grad is None:  # a choice bias, which is a parameter in some models; what selects tokens
             continue
         gradient = parameter.grad.numpy().copy()
+        if not gradient.size:  # of a shared MLP of no width
+            continue
         if joined:  # on disk too
             found[name] = gradient
         elif name.endswith("experts.gate_up_proj"):
@@ -109,10 +114,18 @@ def _gradients_of_transformers(theirs):
             found |= {
                 name.replace("experts.down_proj", f"experts.{e}.{down}.weight"): g for e, g in enumerate(gradient)
             }
+        elif name.endswith("self_attn.conv1d.weight"):  # of queries, keys and values together
+            found |= {
+                name.replace("conv1d", f"{x}_conv1d"): g for x, g in zip("qkv", np.split(gradient, 3), strict=True)
+            }
         else:
-            found[name] = gradient
+            found[name.replace(".forget_gate.", ".")] = gradient
     if renamed:
-        found = {name.replace(".mlp.", ".block_sparse_moe."): g for name, g in found.items()}
+        is_dense = re.compile(r"\.mlp\.(gate|up|down)_proj\.")
+        found = {
+            name if is_dense.search(name) else name.replace(".mlp.", ".block_sparse_moe."): g
+            for name, g in found.items()
+        }
     if theirs.config.model_type == "hy_v3":
         for there, name in (("mlp.gate.", "mlp.router.gate."), ("shared_experts", "shared_mlp")):
             found = {key.replace(there, name): g for key, g in found.items()}

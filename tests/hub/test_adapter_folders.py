@@ -618,6 +618,9 @@ PEERS = [
     ("gpt_oss", ("*.router.weight",), ("does not read", "routers of gpt_oss: mlp.router")),
     ("mistral 4", ("attention", "shared"), ()),
     ("mistral 4", ("experts",), ("ignores the pairs of mlp.experts", "mistral4")),
+    ("kimi linear", ("attention", "shared", "mlp"), ()),
+    ("kimi linear", ("experts",), ("ignores the pairs of block_sparse_moe.experts", "kimi_linear")),
+    ("kimi linear", ("*.router.weight",), ("does not read", "routers of kimi_linear: block_sparse_moe.gate")),
     ("hy", ("mlp", "attention"), ()),
     ("hy", ("shared", "experts"), ("ignores the pairs of mlp.experts", f"; and of mlp.shared_mlp.{MLP}, because")),
 ]

@@ -45,6 +45,7 @@ KINDS = {
     "v3": {"self_attn.q_a_layernorm", "self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.shared_experts"},
     "v3 two dense": {"mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
     "glm 5": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts"},
+    "kimi linear": {"self_attn.kv_a_layernorm", "mlp", "block_sparse_moe.gate", "block_sparse_moe.shared_experts"},
     "mistral 4": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts", "mlp.shared_experts"},
     "v2 groups": {"self_attn.q_a_layernorm", "mlp.gate", "mlp.experts"},
     "v2 lite, tied": {"self_attn.kv_a_layernorm", "mlp", "mlp.gate", "mlp.experts", "mlp.shared_experts"},

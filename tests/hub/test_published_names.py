@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import oracle
 import oracle_deepseek
+import oracle_delta
 import pytest
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
@@ -319,6 +320,70 @@ def deepseek(model_type: str) -> Published:
     return Published(config, [attention | swiglu("mlp", MLP, PROJECTIONS, "dense_"), sparse], family)
 
 
+HEAD, DELTA_HEADS, TAPS = 3, 2, 3
+
+
+def delta_rule() -> dict[str, Tensor]:
+    """Return the mixer of Kimi Linear by the delta rule."""
+    wide = DELTA_HEADS * HEAD
+    heads = lambda w: w.reshape(DELTA_HEADS, HEAD)  # noqa: E731
+    found = NORMS | {
+        "self_attn.A_log": Tensor((1, 1, DELTA_HEADS, 1), {"delta_decay_rate": np.ravel}),
+        "self_attn.dt_bias": Tensor((wide,), {"delta_decay_bias": heads}),
+        "self_attn.b_proj.weight": matrix(DELTA_HEADS, EMBED, "delta_strength"),
+        "self_attn.o_norm.weight": vector(HEAD, "delta_norm"),
+        "self_attn.o_proj.weight": Tensor(
+            (EMBED, wide), {"delta_out": lambda w: w.T.reshape(DELTA_HEADS, HEAD, EMBED)}
+        ),
+    }
+    for letter, ours in (("f", "decay"), ("g", "gate")):
+        found[f"self_attn.{letter}_a_proj.weight"] = matrix(HEAD, EMBED, f"delta_{ours}_down")
+        found[f"self_attn.{letter}_b_proj.weight"] = to_heads(DELTA_HEADS, HEAD, f"delta_{ours}_up", HEAD)
+    for letter, ours in (("q", "query"), ("k", "key"), ("v", "value")):
+        found[f"self_attn.{letter}_proj.weight"] = to_heads(DELTA_HEADS, HEAD, f"delta_{ours}")
+        # The filter of each channel; the last tap is that of the token itself.
+        taps = lambda w: w.reshape(DELTA_HEADS, HEAD, TAPS).transpose(2, 0, 1)  # noqa: E731
+        found[f"self_attn.{letter}_conv1d.weight"] = Tensor((wide, 1, TAPS), {f"delta_{ours}_filter": taps})
+    return found
+
+
+def kimi_linear() -> Published:
+    """Kimi Team, 2025: the delta rule in layers 1, which has an MLP, and 3; attention without rotation in layer 2."""
+    config = {"model_type": "kimi_linear", "num_hidden_layers": 3, "first_k_dense_replace": 1, "kv_lora_rank": KV_LORA}
+    config |= {"q_lora_rank": None, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
+    config |= {"intermediate_size": MLP, "moe_intermediate_size": EXPERT_MLP, "num_experts": EXPERTS}
+    config |= {"num_experts_per_token": CHOSEN, "num_shared_experts": 2, "num_expert_group": 2, "topk_group": 1}
+    config |= {"routed_scaling_factor": 1.7, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
+    config |= {"use_grouped_topk": True, "moe_layer_freq": 1, "mla_use_nope": True, "model_max_length": 64}
+    config |= {"rope_theta": 10000.0, "rope_scaling": None, "head_dim": 72, "num_nextn_predict_layers": 0}
+    config["linear_attn_config"] = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": DELTA_HEADS}
+    config["linear_attn_config"] |= {"head_dim": HEAD, "short_conv_kernel_size": TAPS}
+    attention = NORMS | {
+        "self_attn.q_proj.weight": to_heads(HEADS, NOPE + ROPE, "query"),
+        "self_attn.kv_a_proj_with_mqa.weight": matrix(KV_LORA + ROPE, EMBED, "kv_down"),
+        "self_attn.kv_a_layernorm.weight": vector(KV_LORA, "kv_norm"),
+        "self_attn.kv_b_proj.weight": key_and_value(),
+        "self_attn.o_proj.weight": from_heads(VALUE),
+    }
+    sparse = with_router("block_sparse_moe", ("w1", "w3", "w2"))
+    sparse |= swiglu("block_sparse_moe.shared_experts", 2 * EXPERT_MLP, PROJECTIONS, "shared_")
+    sparse["block_sparse_moe.gate.e_score_correction_bias"] = vector(EXPERTS, "bias")
+    family = oracle_delta.KimiLinear(
+        experts_per_token=CHOSEN,
+        dense_layers=1,
+        nope_dim=NOPE,
+        rope=None,
+        choice=Choice("sigmoid", 2, 1, "sum_of_top2", True, 1.7),
+        bias=np.zeros((2, EXPERTS)),  # that of the folder
+        bias_rate=0.0,
+        norm_eps=0.01,
+        losses=NO_LOSSES,
+        attends=(1,),
+    )
+    dense = delta_rule() | swiglu("mlp", MLP, PROJECTIONS, "dense_")
+    return Published(config, [dense, attention | sparse, delta_rule() | sparse], family)
+
+
 FAMILIES = {
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -330,6 +395,7 @@ FAMILIES = {
     "ernie": ernie,
     "v2": lambda: deepseek("deepseek_v2"),
     "v3": lambda: deepseek("deepseek_v3"),
+    "kimi linear": kimi_linear,
 }
 OUTSIDE = {
     "model.embed_tokens.weight": Tensor((VOCAB, EMBED), {"embedding": np.copy}),

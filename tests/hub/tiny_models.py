@@ -16,6 +16,7 @@ from moezoo.models import (
     DeepSeekConfig,
     GptOssConfig,
     GroupedConfig,
+    KimiLinearConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -85,6 +86,13 @@ def mistral4(**changes: Any) -> DeepSeekConfig:
     router = Choice(groups=4, kept_groups=2, group_score="sum_of_top2", scale=1.5)
     scale = QueryScale(beta=0.7, length=8)
     return deepseek_v3(**{"router": router, "query_scale": scale, "yarn": replace(YARN, length=8), **changes})
+
+
+def kimi_linear(**changes: Any) -> KimiLinearConfig:
+    """Return a tiny Kimi Linear, whose mixers by the delta rule have other heads than attention."""
+    sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 3}
+    delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
+    return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (1,), **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -168,6 +176,18 @@ CONFIGS = {
         yarn=Yarn(),
         shared_experts=2,
     ),
+    "kimi linear": kimi_linear(router=replace(ROUTER, scale=2.446)),
+    "kimi linear none dense": kimi_linear(
+        layers=2,
+        attention_layers=None,
+        dense_layers=0,
+        q_lora=6,
+        shared_experts=2,
+        router=replace(SIGMOID, gates="scores"),
+    ),
+    "kimi linear two dense": kimi_linear(
+        dense_layers=2, attention_layers=None, delta=DeltaSizes(4, 4, 6, 6, 3), shared_experts=0, router=SIGMOID
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -195,7 +215,7 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
+} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

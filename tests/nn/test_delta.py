@@ -121,6 +121,22 @@ def alone(name: str) -> Any:
     return jax.jit(functools.partial(run, on_mesh(Execution()), "contiguous"))(mixer(name), X, AT, COTANGENT)
 
 
+def test_initial_decays():
+    """Rates are as documented; those of Kimi have biases with which a channel forgets at most a tenth per rate."""
+    sizes = DeltaSizes(key_heads=64, value_heads=64, key_dim=4, value_dim=3)
+    by_head = HeadDecay(EMBED, sizes, dtype=F32, key=jax.random.key(0))
+    by_channel = ChannelDecay(EMBED, sizes, rank=3, dtype=F32, key=jax.random.key(0))
+    for decay in (by_head, by_channel):
+        rates = np.exp(decay.rate)
+        assert 0.01 <= rates.min() < 2
+        assert 14 < rates.max() <= 16
+    assert np.unique(by_head.bias).tolist() == [1]
+    steps = np.logaddexp(0, np.asarray(by_channel.bias, np.float64))
+    np.testing.assert_allclose([np.log(steps).mean(), np.log(steps).std()], [-4.6, np.log(100) / 12**0.5], atol=0.3)
+    assert 0.99e-3 <= steps.min() < 1.2e-3
+    assert 0.09 < steps.max() <= 0.101
+
+
 @pytest.mark.parametrize("name", ["gated", "kimi", "kimi safe"])
 def test_documents_are_read_alone(name):
     """A packed document has the result of its own loop."""

@@ -40,22 +40,32 @@ def by_definition(layer, x):
     else:
         latent = rms_norm(x @ wide(layer.query_down), layer.query_norm.scale, 1e-6)
         q = np.einsum("bsl,lnh->bsnh", latent, wide(layer.query_up))
-    q = np.concatenate([q[..., :NOPE], complex_rotation(q[..., NOPE:], POSITIONS, 100.0)], axis=-1)
+    rotated = (lambda y: y) if layer.rotary is None else (lambda y: complex_rotation(y, POSITIONS, 100.0))
+    q = np.concatenate([q[..., :NOPE], rotated(q[..., NOPE:])], axis=-1)
     down = x @ wide(layer.kv_down)
     latent = rms_norm(down[..., :LORA], layer.kv_norm.scale, 1e-6)
-    shared = complex_rotation(down[..., None, LORA:], POSITIONS, 100.0)
+    shared = rotated(down[..., None, LORA:])
     plain = np.einsum("bsl,lnh->bsnh", latent, wide(layer.key_up))
     k = np.concatenate([plain, np.broadcast_to(shared, (*plain.shape[:3], ROPE))], axis=-1)
     v = np.einsum("bsl,lnh->bsnh", latent, wide(layer.value_up))
     q *= 1 + 0.7 * np.log(1 + POSITIONS // 2)[..., None, None]
-    y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), 1.5 * (NOPE + ROPE) ** -0.5)[:, :, :, 0]
+    scale = (1.0 if layer.rotary is None else 1.5) * (NOPE + ROPE) ** -0.5
+    y = attention(q[:, :, :, None], k, v, POSITIONS, np.ones_like(POSITIONS), scale)[:, :, :, 0]
     return np.einsum("bsnh,nhd->bsd", y, wide(layer.out))
 
 
 @pytest.mark.parametrize("q_lora", [None, 4])
 def test_equals_a_loop(q_lora):
-    """The whole text; and its last token with a cache of the others, where no key or value of a head is made."""
-    sizes, rotary = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE), Rotary(ROPE, 100.0, Sharper())
+    assert_equal_to_a_loop(q_lora, Rotary(ROPE, 100.0, Sharper()))
+
+
+def test_without_rotation():
+    assert_equal_to_a_loop(None, None)
+
+
+def assert_equal_to_a_loop(q_lora, rotary):
+    """For the text; and for its last token with a cache of the others, where no key or value of a head is made."""
+    sizes = LatentSizes(HEADS, q_lora, LORA, NOPE, ROPE, VALUE)
     options = {"rotary": rotary, "query_scale": QueryScale(0.7, 2), "out_std": 1.0, "dtype": jnp.dtype("float32")}
     layer = LatentAttention(EMBED, sizes, **options, key=jax.random.key(0))
     x = np.random.default_rng(0).standard_normal((BATCH, SEQ, EMBED), np.float32)

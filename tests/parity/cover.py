@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss`; `qwen3_5` in `RECURRENT_CASES` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear`; `qwen3_5` in `RECURRENT_CASES` |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -42,6 +42,7 @@ from moezoo.models import (
     DeepSeekConfig,
     GptOssConfig,
     GroupedConfig,
+    KimiLinearConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -99,6 +100,12 @@ _OLMOE |= {"router": {"gates": "scores"}}
 # The limit clamps some of the numbers in the experts of nearly every token.
 _GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
 _GPT_OSS |= {"swiglu_limit": 1.0}
+# The delta rule has other heads than attention. One of its layers has an MLP, the others experts.
+_KIMI = {name: _DEEPSEEK[name] for name in ("dense_layers", "heads", "q_lora", "kv_lora", "nope_dim", "rope_dim")}
+_KIMI |= {name: _DEEPSEEK[name] for name in ("value_dim", "mlp", "expert_mlp", "experts", "experts_per_token")}
+_KIMI |= {name: _DEEPSEEK[name] for name in ("norm_eps", "shared_experts", "router", "layers")}
+_KIMI |= {"attention_layers": (1,)}
+_KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5, "taps": 3}
 # A layer of each mixer; each of two key heads serves two value heads. Chunks of a split sequence have at least the two
 # tokens that convolutions read of the one before.
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
@@ -117,7 +124,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | KimiLinearConfig | Qwen35Config
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -129,6 +136,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
+    "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
@@ -145,6 +153,8 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     """Return the configuration of a tiny model."""
     config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
+    if not hasattr(config_class, "rope_base"):
+        del values["rope_base"]
     if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()

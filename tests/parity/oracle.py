@@ -47,7 +47,7 @@ class Layer(NamedTuple):
         """Return this layer's array at a dotted path of attributes, or None where the layer has no such array."""
         found = self.block
         for name in path.split("."):
-            found = found[int(name)] if name.isdigit() else getattr(found, name, None)
+            found = found[int(name)] if name.isdecimal() and found is not None else getattr(found, name, None)
         return None if found is None else np.asarray(found)[self.period]
 
 
@@ -407,11 +407,7 @@ class AdamW:
             first = self.first[name] / (1 - self.beta1**self.count)
             second = self.second[name] / (1 - self.beta2**self.count)
             # Only matrices that multiply activations decay.
-            decay = (
-                0
-                if name == "embedding" or name.endswith(("norm", "bias", "sinks", "filter", "rate"))
-                else self.weight_decay
-            )
+            decay = 0 if name == "embedding" or name.endswith(_NOT_PRODUCTS) else self.weight_decay
             new[name] = p - rate * (first / (np.sqrt(second) + self.epsilon) + decay * p)
         return new
 
@@ -421,12 +417,15 @@ class AdamW:
         return {f"{name} {order}": x for order, arrays in orders.items() for name, x in arrays.items()}
 
 
+# How the names of arrays end that multiply no activations.
+_NOT_PRODUCTS = ("norm", "bias", "sinks", "rate", "filter")
 # What Muon orthogonalises, by the oracle's names: i and o number inputs and outputs, m numbers matrices of their own.
 # Dimensions before these number layers, and experts where the array has them.
 _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}
 _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
-_MATRICES |= {f"delta_{name}": _MATRICES[name] for name in ("query", "key", "value", "out")}
-_MATRICES |= {"delta_gate": "ioo", "delta_decay": "io", "delta_strength": "io", "attention_gate": "ioo"}
+_MATRICES |= {f"delta_{name}": "ioo" for name in ("query", "key", "value", "decay_up", "gate", "gate_up")}
+_MATRICES |= {f"delta_{name}": "io" for name in ("decay", "decay_down", "gate_down", "strength")}
+_MATRICES |= {"delta_out": "iio", "attention_gate": "ioo"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
 
 

@@ -49,7 +49,7 @@ class DeepSeek(Family):
     experts_per_token: int
     dense_layers: int
     nope_dim: int
-    rope: Rope
+    rope: Rope | None  # None: nothing is rotated
     choice: Choice
     bias: np.ndarray
     bias_rate: float
@@ -60,8 +60,8 @@ class DeepSeek(Family):
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run the layers with an MLP, then those with experts."""
         routing = []
-        for layer in range(p.shape("out")[0]):
-            x = x + self._attention(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), at)
+        for layer in range(p.shape("attention_norm")[0]):
+            x = x + self._mix(p, layer, norm(x, p("attention_norm", layer), self.norm_eps), at)
             h = norm(x, p("feed_forward_norm", layer), self.norm_eps)
             if layer < self.dense_layers:
                 x = x + swiglu(h, p("dense_gate", layer), p("dense_up", layer), p("dense_down", layer))
@@ -80,6 +80,10 @@ class DeepSeek(Family):
         """Raise the bias of experts below the mean load and lower it for those above (V3, section 2.1.2)."""
         return replace(self, bias=moved(self.bias, load, self.bias_rate))
 
+    def _mix(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
+        """Return what the layer's mixer makes of one row."""
+        return self._attention(p, layer, x, at)
+
     def _attention(self, p: TapedParameters, layer: int, x: Value, at: Coordinates) -> Value:
         """Return the attention of one row, computed head by head.
 
@@ -88,13 +92,15 @@ class DeepSeek(Family):
         latent_size = p.shape("kv_norm")[1]
         down = x @ p("kv_down", layer)
         latent = norm(down[:, :latent_size], p("kv_norm", layer), _LATENT_EPS)
-        shared_key = self.rope.rotate(down[:, latent_size:], at.positions)
+        shared_key = self._rotated(down[:, latent_size:], at)
         if "query" in p.whole:
             source, to_query = x, "query"
         else:
             source, to_query = norm(x @ p("query_down", layer), p("query_norm", layer), _LATENT_EPS), "query_up"
         heads, size = p.shape(to_query)[2:]
-        factor = self.rope.attention_factor(self.rope.mscale_all) ** 2 / math.sqrt(size)
+        factor = 1 / math.sqrt(size)
+        if self.rope is not None:
+            factor *= self.rope.attention_factor(self.rope.mscale_all) ** 2
         beta, length = self.query_scale
         growth = np.array([1 + beta * math.log(1 + int(position) // length) for position in at.positions])
         visible, result = at.visible, as_value(0)
@@ -102,7 +108,10 @@ class DeepSeek(Family):
             q = source @ p(to_query, layer, slice(None), head)
             key = latent @ p("key_up", layer, slice(None), head)
             v = latent @ p("value_up", layer, slice(None), head)
-            rotated = self.rope.rotate(q[:, self.nope_dim :], at.positions)
+            rotated = self._rotated(q[:, self.nope_dim :], at)
             scores = (q[:, : self.nope_dim] @ key.T + rotated @ shared_key.T) * growth[:, None]
             result = result + attend(scores * factor, visible, v) @ p("out", layer, head)
         return result
+
+    def _rotated(self, x: Value, at: Coordinates) -> Value:
+        return x if self.rope is None else self.rope.rotate(x, at.positions)

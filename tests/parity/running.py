@@ -9,20 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import oracle_deepseek
+import oracle_delta
 import oracle_grouped
-import oracle_recurrent
 import pytest
 from blueprints import as_blueprint
 from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
-from oracle_recurrent import Recurrent
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, Qwen35Config
+from moezoo.models import (
+    DeepSeekConfig,
+    GptOssConfig,
+    GroupedConfig,
+    KimiLinearConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen35Config,
+)
 from moezoo.models.qwen3_5 import kinds
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.optim.base import newest
@@ -163,9 +170,12 @@ class CompiledStep:
 
 def parameters_of(family: Family, model: Any) -> oracle.Parameters:
     """Return the arrays of a model, or of its gradients or moments, by the oracle's names, in float64."""
-    kind = type(config(family))
-    of_family = {DeepSeekConfig: oracle_deepseek, Qwen35Config: oracle_recurrent}.get(kind, oracle_grouped)
-    return of_family.parameters_of(model)
+    others: dict[type, Any] = {
+        DeepSeekConfig: oracle_deepseek,
+        KimiLinearConfig: oracle_delta,
+        Qwen35Config: oracle_delta,
+    }
+    return others.get(type(config(family)), oracle_grouped).parameters_of(model)
 
 
 def moments_of(case: Case, state: Any, like: Any) -> oracle.Parameters:
@@ -205,7 +215,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     """Return the oracle's family for a tiny model: its layers and the settings that its arrays do not show."""
     c = config(family, balance)
     losses = oracle.Losses(c.load_balance, c.z_loss, c.load_balance_over)
-    if isinstance(c, DeepSeekConfig):
+    if isinstance(c, DeepSeekConfig | KimiLinearConfig):
         return _deepseek(c, losses, oracle_deepseek.bias_of(model(family, balance)))
     common: dict[str, Any] = {
         "experts_per_token": c.experts_per_token,
@@ -230,9 +240,9 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
             assert bias is not None
             different |= {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
     elif isinstance(c, Qwen35Config):
-        recurrent = tuple(mixer == "delta" for mixer, _ in kinds(c)[0])
-        different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "recurrent": recurrent}
-        return Recurrent(**{**common, **different})
+        attends = [i for i, (mixer, _) in enumerate(kinds(c)[0]) if mixer == "attention"]
+        different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
+        return oracle_delta.Qwen35(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
@@ -247,20 +257,24 @@ def _choice(r: Any) -> Choice:
     return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum)
 
 
-def _deepseek(c: DeepSeekConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
+def _deepseek(c: DeepSeekConfig | KimiLinearConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
     r = c.router
-    return oracle_deepseek.DeepSeek(
-        c.experts_per_token,
-        c.dense_layers,
-        c.nope_dim,
-        _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved"),
-        _choice(r),
-        np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
-        0.0 if bias is None else r.bias_rate,
-        c.norm_eps,
-        losses,
-        (c.query_scale.beta, c.query_scale.length),
-    )
+    settings: dict[str, Any] = {
+        "experts_per_token": c.experts_per_token,
+        "dense_layers": c.dense_layers,
+        "nope_dim": c.nope_dim,
+        "choice": _choice(r),
+        "bias": np.zeros((c.layers - c.dense_layers, c.experts)) if bias is None else bias.astype(np.float64),
+        "bias_rate": 0.0 if bias is None else r.bias_rate,
+        "norm_eps": c.norm_eps,
+        "losses": losses,
+    }
+    if isinstance(c, KimiLinearConfig):
+        assert c.attention_layers is not None
+        return oracle_delta.KimiLinear(**settings, rope=None, attends=c.attention_layers)
+    rope = _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved")
+    scale = c.query_scale.beta, c.query_scale.length
+    return oracle_deepseek.DeepSeek(**settings, rope=rope, query_scale=scale)
 
 
 @functools.cache

@@ -54,6 +54,10 @@ class Errors(NamedTuple):
     parameters: float
 
 
+# Those that have a choice bias.
+BIASED = ("deepseek", "glm4_moe", "kimi_linear")
+
+
 def compare_with_oracle(case: Case) -> Errors:
     """Run a case, assert what must be equal, and return the errors of the rest."""
     found, wanted = run_case(case), expected(case.family, case.balance, case.microbatches, case.optimizer)
@@ -85,7 +89,7 @@ def compare_with_oracle(case: Case) -> Errors:
             assert not gradient[name][metrics.load == 0].any()
             # An expert with tokens may have a zero gradient too: in the last layer, if none of its tokens has a label.
             assert (gradient[name].any((2, 3)) == outcome.gradients[name].any((2, 3))).all()
-    assert (found.bias is not None) == (case.family in ("deepseek", "glm4_moe"))
+    assert (found.bias is not None) == (case.family in BIASED)
     if found.bias is not None:
         assert isinstance(wanted.family, DeepSeek | Grouped)
         # The bias starts at multiples of 1/64 and moves by 1/4. There is no rounding, so it is equal to the bit.
@@ -223,8 +227,8 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))
     assert sum(x.size for x in parameters_of(family, tiny).values()) == sum(x.size for x in jax.tree.leaves(parameters))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    biases = [".stacks[1].blocks[0].feed_forward.router.choice_bias"] * (family in ("deepseek", "glm4_moe"))
-    assert paths == biases
+    stacks = {"kimi_linear": (1, 2)}.get(family, (1,)) if family in BIASED else ()
+    assert paths == [f".stacks[{stack}].blocks[0].feed_forward.router.choice_bias" for stack in stacks]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v2"])

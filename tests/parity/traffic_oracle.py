@@ -76,12 +76,13 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         phases = "F" if not learns else "FB" if run.remat == "none" else "FRB"
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
+            mixes = part("layers/attention", phases, times)
             if "attention.strength" in block.shapes:
                 chunks = rows * (2 if balanced else 1)  # of a device
-                recurrent(part("layers/attention", phases, times), run, block.shapes, trains, tokens, chunks)
+                delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
-                attention(part("layers/attention", phases, times), run, block.shapes, trains, tokens, hops)
+                attention(mixes, run, block.shapes, trains, tokens, hops)
             feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
@@ -282,25 +283,32 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
             book("B", "ppermute", run.sequence, numbers, FLOAT32, hops)  # gradients
 
 
-def recurrent(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
-    """Book what a layer by the delta rule sums and exchanges (docs/long_context.md, "Recurrent layers")."""
-    heads, (embed, key_heads, key_dim), (_, value_heads, value_dim) = (
-        run.kept("heads"),
-        shapes["attention.query"],
-        shapes["attention.value"],
-    )
-    key_heads, value_heads = key_heads // run.ways(heads), value_heads // run.ways(heads)
+def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
+    """Book sums over devices that share heads, and what chunks need of those before: inputs of filters, and states.
+
+    A device has so many `chunks` of texts: one of each of its texts, or two in balanced order
+    (docs/long_context.md, "Recurrent layers").
+    """
+    heads, embed = run.kept("heads"), shapes["attention.out"][-1]
     book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
-    book("B", "psum", heads, tokens * embed, run.width)
-    book("B" if "attention.norm.scale" in trains else "", "psum", heads, value_dim, run.reduce_width)
-    taps = chunks * (shapes["attention.convolutions[0].weight"][0] - 1)
-    for numbers in (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim):
-        book("FR", "all_gather", run.sequence, taps * numbers, run.width)  # inputs of convolutions
-        book("B", "reduce_scatter", run.sequence, taps * numbers * run.ways(run.sequence), run.width)
-    for columns in (key_dim, value_dim):  # the factor and the term of each map
-        numbers = chunks * value_heads * key_dim * columns
-        book("FR", "all_gather", run.sequence, numbers, FLOAT32)
-        book("B", "reduce_scatter", run.sequence, numbers * run.ways(run.sequence), FLOAT32)
+    # The gradients of what meets split heads: tokens, and what is between two matrices of low rank.
+    ranks = [shapes[path][-1] for path in ("attention.decay.down", "attention.gate.down") if path in shapes]
+    for numbers in (embed, *ranks):
+        book("B", "psum", heads, tokens * numbers, run.width)
+    norm = "attention.norm.scale"
+    book("B" if norm in trains else "", "psum", heads, *shapes[norm], run.reduce_width)
+    reach = shapes["attention.convolutions[0].weight"][0] - 1
+    for path in ("attention.query", "attention.key", "attention.value"):
+        travels(book, run, chunks * reach * math.prod(shapes[path][1:]) // run.ways(heads), run.width)
+    key_dim, (value_heads, value_dim) = shapes["attention.key"][-1], shapes["attention.value"][1:]
+    for dim in (key_dim, value_dim):  # the factor and the term of each map
+        travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
+
+
+def travels(book: Book, run: Run, numbers: int, width: int) -> None:
+    """Book that each device gets `numbers` of each other device that shares its sequences."""
+    book("FR", "all_gather", run.sequence, numbers, width)
+    book("B", "reduce_scatter", run.sequence, numbers * run.ways(run.sequence), width)
 
 
 def count_hops(run: Run, length: int, window: int | None) -> int:
