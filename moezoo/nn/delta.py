@@ -33,6 +33,7 @@ from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.nn.split_text import SplitText
 from moezoo.parallel.axes import Bias, Scale, Weight
 from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.kernels import KernelName
 from moezoo.parallel.mesh_execution import MeshExecution
 
 # Below the root of the norms of queries and keys.
@@ -191,6 +192,7 @@ class DeltaMixer(Mixer):
     """
 
     splits_sequences: ClassVar[bool] = True
+    kernel: ClassVar[KernelName] = "delta_rule"
     query: Weight[Array, "embed -> heads head_dim"]
     key: Weight[Array, "embed -> heads head_dim"]
     value: Weight[Array, "embed -> heads head_dim"]
@@ -233,7 +235,7 @@ class DeltaMixer(Mixer):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> MixerOutput:
         """Mix these tokens, or with a `past` one token with the state of those before."""
-        heads, order = execution.inner_group("heads"), execution.kernel("delta_rule")
+        heads, order = execution.inner_group("heads"), execution.kernel(self.kernel)
         segment, wide = context.queries.segment, heads.enter(x)
         inputs = Inputs(*(project(wide, weight) for weight in (self.query, self.key, self.value)))
         strength = jax.nn.sigmoid(project(wide, self.strength).astype(jnp.float32))
