@@ -1,8 +1,9 @@
 """Whether kernels and whole models on this device agree with definitions on the host: parts `right` and `models` of
 `device`.
 
-- Each kernel of every backend that `products` and `attention` time, with loops in NumPy in float64. The error is the
-  largest difference in roundings of the dtype, relative to the largest number of a result. Rows beyond the last group
+- Each kernel of every backend that `products` and `attention` time, with loops in NumPy in float64; those of the delta
+  rule with `reference` on the host's CPU, token by token in float32. The error is the largest difference in roundings
+  of the dtype, relative to the largest number of a result. Rows beyond the last group
   hold NaN and must give exact zeros, and every repetition must give the same bits: a race between two loads or
   products shows as bits that change.
 - Models: loss and gradients of laptop-sized presets here and on the host's CPU, in float32, by the learned router; and,
@@ -27,6 +28,9 @@ from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.attention import attend
 from moezoo.kernels.attention.base import Coordinates, Operands
 from moezoo.kernels.attention.intervals import intervals
+from moezoo.kernels.delta_rule import BACKENDS as DELTA_RULE
+from moezoo.kernels.delta_rule import Operands as Recalling
+from moezoo.kernels.delta_rule import delta_rule
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.kernels.grouped_matmul import Backend, chosen_backend, gated
 from moezoo.models import build_model
@@ -79,8 +83,26 @@ SCORES = {
     "wide": Scores(640, 2, 4, 128, 128, 300),
     "latent": Scores(320, 1, 2, 192, 128, 200),
 }
+
+
+class Recurrence(NamedTuple):
+    """Sizes of the delta rule over two documents."""
+
+    tokens: int
+    heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+
+
+# Lengths that fill no chunk, one and several pieces.
+RECURRENCES = {"tiny": Recurrence(200, 2, 2, 64, 48), "wide": Recurrence(1100, 2, 2, 128, 128)}
 # For a rehearsal, whose kernels are interpreted.
-TOYS = {"toy": Problem((70, 0, 1, 40, 9), 130, 40, 72)}, {"toy": Scores(140, 1, 1, 64, 64, 90)}
+TOYS = (
+    {"toy": Problem((70, 0, 1, 40, 9), 130, 40, 72)},
+    {"toy": Scores(140, 1, 1, 64, 64, 90)},
+    {"toy": Recurrence(70, 1, 1, 8, 8)},
+)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -114,10 +136,11 @@ class Kernel(NamedTuple):
 
 
 # Backends that are programs of XLA.
-PORTABLE = ("blocked", "ragged_dot", "chunked", "one_query")
+PORTABLE = ("blocked", "ragged_dot", "chunked", "one_query", "reference")
 # The kernels of a backend of products, and of attention.
 ROLES = ("multiply", "transposed", "outer", "gated", "gated gradients")
 PASSES = ("forward", "gradients")
+DECAYS = ("per head", "per channel")
 
 
 def backends_of(kernel: str, target: Target, dtype: str = "bfloat16", *more: str) -> list[str]:
@@ -127,6 +150,8 @@ def backends_of(kernel: str, target: Target, dtype: str = "bfloat16", *more: str
     """
     if kernel == "attention":
         own, takes = ("chunked", *more), {n: one for n, one in ATTENTION.items() if one.takes(target, dtype, True)}
+    elif kernel == "delta_rule":
+        own, takes = ("chunked", *more), {n: one for n, one in DELTA_RULE.items() if one.takes(target, dtype)}
     else:
         own = ("blocked", "ragged_dot", *more) if target.platform == "tpu" else ("blocked", *more)
         takes = {n: one for n, one in PRODUCTS.items() if one.takes(target, dtype)}
@@ -198,16 +223,20 @@ def loop(role: str, sizes: Sequence[int], *operands: np.ndarray) -> list[np.ndar
     return [value] if back is None else [by_rows, by_gate, by_up]
 
 
-def attention(name: str, passed: str, target: Target, scores: Scores, dtype: str) -> Kernel:
-    """Return a kernel of a backend of attention, of queries, keys, values and the cotangent of the result."""
+def attention(name: str, passed: str, target: Target, scores: Scores, dtype: str, first: int | None = None) -> Kernel:
+    """Return a kernel of a backend of attention, of queries, keys, values and the cotangent of the result.
+
+    The first document has `first` tokens, by default two thirds.
+    """
     tokens, heads, group, dim, value_dim, window = scores
     wide = (1, tokens, heads, group)
     shapes = (*wide, dim), (1, tokens, heads, dim), (1, tokens, heads, value_dim), (*wide, value_dim)
+    end = tokens * 2 // 3 if first is None else first
 
     def value(q: Any, k: Any, v: Any) -> Any:
         number = jnp.arange(tokens, dtype=jnp.int32)[None]
-        second = number >= tokens * 2 // 3
-        at = Coordinates(jnp.where(second, number - tokens * 2 // 3, number), second.astype(jnp.int32) + 1)
+        second = number >= end
+        at = Coordinates(jnp.where(second, number - end, number), second.astype(jnp.int32) + 1)
         operands = Operands(q, k, v, at, at, window, intervals(at, at, window))
         return attend(operands, dim**-0.5, implementation=KernelOrder((name,), target)).result
 
@@ -233,6 +262,46 @@ def attention_loop(passed: str, scores: Scores, *operands: np.ndarray) -> list[n
     return [by_q, by_k, np.einsum("bkgqs,bqkgh->bskh", weights, back)]
 
 
+def recurrence(
+    name: str, passed: str, decays: str, target: Target, sizes: Recurrence, dtype: str, first: int | None = None
+) -> Kernel:
+    """Return a kernel of a backend of the delta rule, of its float operands and the cotangent of the result.
+
+    The first document has `first` tokens, by default two thirds.
+    """
+    tokens, heads, group, key_dim, value_dim = sizes
+    rows = (1, tokens, heads)
+    key, value, faded = (*rows, key_dim), (*rows, group, value_dim), (*rows, group, *(key_dim,) * (decays == DECAYS[1]))
+    segment = (np.arange(tokens, dtype=np.int32) >= (tokens * 2 // 3 if first is None else first))[None].astype(
+        np.int32
+    )
+
+    def read(q: Any, k: Any, v: Any, decay: Any, strength: Any) -> Any:
+        operands = Recalling(q, k, v, decay, strength, jnp.asarray(segment))
+        return delta_rule(operands, implementation=KernelOrder((name,), target)).result
+
+    def run(*operands: Any) -> Any:
+        *floats, back = operands
+        return read(*floats) if passed == PASSES[0] else jax.vjp(read, *floats)[1](back)
+
+    def make() -> tuple[Any, ...]:
+        q, k, v, back = drawn(dtype, key, key, value, value)
+        decay, strength = drawn("float32", faded, (*rows, group))
+        wide = (x.astype(jnp.float32) for x in (q, k))
+        q, k = ((x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype) for x in wide)
+        return q, k, v, -jnp.exp(decay), jax.nn.sigmoid(strength), back
+
+    return Kernel(f"delta_rule {name} {passed} {decays}", run, make)
+
+
+def recurrence_on_host(kernel: Kernel, dtype: str, *operands: np.ndarray) -> list[np.ndarray]:
+    """Return what a kernel of `reference` makes of operands on the host's CPU."""
+    narrow = (dtype, dtype, dtype, "float32", "float32", dtype)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = jax.jit(kernel.run)(*(jnp.asarray(x, name) for x, name in zip(operands, narrow, strict=True)))
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(found)]
+
+
 class Check(NamedTuple):
     """A kernel, the sizes' name, and a function of its operands in float64, without NaN, that returns what it should.
 
@@ -248,10 +317,13 @@ class Check(NamedTuple):
 
 
 def checks(
-    target: Target, problems: Mapping[str, Problem] = PROBLEMS, scores: Mapping[str, Scores] = SCORES
+    target: Target,
+    problems: Mapping[str, Problem] = PROBLEMS,
+    scores: Mapping[str, Scores] = SCORES,
+    recurrences: Mapping[str, Recurrence] = RECURRENCES,
 ) -> Iterator[Check]:
     """Yield the kernels that are checked on a target, the smallest sizes first."""
-    for sizes in dict.fromkeys((*problems, *scores)):
+    for sizes in dict.fromkeys((*problems, *scores, *recurrences)):
         for dtype in ("bfloat16", "float32") if sizes == "tiny" else ("bfloat16",):  # in float32 other kernels run
             if problem := problems.get(sizes):
                 backends = backends_of("grouped_matmul", target, dtype)
@@ -263,6 +335,13 @@ def checks(
                 for name, passed in itertools.product(backends_of("attention", target, dtype, "one_query"), PASSES):
                     wanted = partial(attention_loop, passed, score)
                     kernel = attention(name, passed, target, score, dtype)
+                    yield Check(_exact(kernel, dtype), sizes, dtype, wanted, _SEVERAL)
+            if some := recurrences.get(sizes):
+                backends = backends_of("delta_rule", target, dtype, "reference")
+                for name, passed, decays in itertools.product(backends, PASSES, DECAYS):
+                    naive = recurrence("reference", passed, decays, Target("cpu"), some, dtype)
+                    kernel = recurrence(name, passed, decays, target, some, dtype)
+                    wanted = partial(recurrence_on_host, naive, dtype)
                     yield Check(_exact(kernel, dtype), sizes, dtype, wanted, _SEVERAL)
 
 

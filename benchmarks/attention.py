@@ -166,7 +166,7 @@ def report_by_length(title: str, rows: Sequence[Row], case: Sequence[str], colum
     for some in split(rows, lambda row: tuple(row[name] for name in case)).values():
         line = dict(some[0])
         for row in some:
-            line |= {f"{row['implementation']} {key}": row[key] for key in ("ms", "temporary_bytes")}
+            line |= {f"{row['implementation']} {key}": value for key, value in row.items() if key not in case}
         lines.append(line)
     title = f"{title}, " + " ".join(f"{key}={value}" for key, value in rows[0]["sizes"].items())
     panels = [

@@ -1,8 +1,11 @@
 """`delta_rule`: the gated delta rule by length, beside attention of equal width: time and temporary memory.
 
 Measures: `delta_rule` in chunks, with one decay per head and with one per channel, forward, and forward and backward in
-one program (pass `both`). Against: `attention` by `chunked`, with as many query heads as there are value heads and as
-many key heads; all documents of a row as long as the row. For absent devices programs are only compiled.
+one program (pass `both`). Against: `attention`, by the backend that the device takes by itself, by default with as many
+query heads as there are value heads and as many key heads; all documents of a row as long as the row.
+
+For absent devices programs are only compiled. Then rows have the loops of the program, and the bytes that it reads and
+writes (`moezoo.profiling.hlo.moved`) divided by those of its arguments and results, which is 1 at the least.
 """
 
 import dataclasses
@@ -20,8 +23,9 @@ from benchmarks import attention
 from benchmarks.results import Column, Report, Row, log, ratio
 from benchmarks.timing import call_of, measure, passes_of
 from moezoo.kernels.delta_rule import Operands, delta_rule
-from moezoo.parallel.kernels import KernelOrder, device_target
+from moezoo.parallel.kernels import KernelOrder, Target, device_target
 from moezoo.parallel.mesh import start
+from moezoo.profiling.hlo import moved
 from moezoo.tools.absent import absent_devices, compile_for, memory_of
 
 _PASSES = ("forward", "both")
@@ -44,7 +48,7 @@ def run(keys: Any) -> Report:
         target = device_target(device)
         programs, operands = {}, {}
         for who in _IMPLEMENTATIONS:
-            function, operands[who] = _call(who, tokens, keys, KernelOrder(("chunked",), target))
+            function, operands[who] = _call(who, tokens, keys, target)
             programs[who] = compile_for(device, passes_of(function)[name], *operands[who])
         found: dict[str, Row] = {}
         if not keys.absent:
@@ -56,17 +60,23 @@ def run(keys: Any) -> Report:
             memory = memory_of(program)
             assert memory is not None
             ms = found.get(who, {"ms": None, "ms_spread": None})
-            rows.append({**labels, "implementation": who, **ms, "temporary_bytes": memory.temporaries})
+            row = {**labels, "implementation": who, **ms, "temporary_bytes": memory.temporaries}
+            if keys.absent:
+                total = moved(str(program.as_text()))
+                row |= {"loops": total.loops, "moved_times": round(total.bytes / total.least, 1)}
+            rows.append(row)
     return report(rows)
 
 
-def _call(who: str, tokens: int, keys: Any, order: KernelOrder) -> tuple[Any, tuple[Any, ...]]:
+def _call(who: str, tokens: int, keys: Any, target: Target) -> tuple[Any, tuple[Any, ...]]:
     """Return a function, and its operands: differentiable ones, others, and the cotangent of its result."""
     heads, group, dim = keys.key_heads, keys.group, keys.head_dim
     if who == "attention":
+        heads, group, dim = keys.attention_heads or (heads, group, dim)
         sizes = SimpleNamespace(
             kv_heads=heads, group=group, head_dim=dim, value_dim=dim, documents=1, dtype=keys.dtype, window=None
         )
+        order = KernelOrder((), target)
         attend = partial(attention.call, scale=dim**-0.5, window=None, implementation=order)
         return attend, attention.operands_of(tokens, sizes, 1)
     rng = np.random.default_rng(0)
@@ -78,6 +88,7 @@ def _call(who: str, tokens: int, keys: Any, order: KernelOrder) -> tuple[Any, tu
     strength = 1 / (1 + np.exp(-draw(group)))
 
     def call(q: Any, k: Any, v: Any, decay: Any, strength: Any, segment: Any) -> Any:
+        order = KernelOrder(("chunked",), target)
         return delta_rule(Operands(q, k, v, decay, strength, segment), implementation=order).result
 
     segment = jnp.ones((1, tokens), jnp.int32)
@@ -94,4 +105,6 @@ def report(rows: Sequence[Row]) -> Report:
             for who in _IMPLEMENTATIONS
         ]
         columns.append(Column("of attention", ratio(f"per_head {key}", f"attention {key}"), ".2f"))
+    for title, key, form in () if timed else (("loops", "loops", "d"), ("moved", "moved_times", ".1f")):
+        columns += [Column(f"{who} {title}", f"{who} {key}", form) for who in _IMPLEMENTATIONS]
     return attention.report_by_length("delta rule", rows, _CASE, columns)

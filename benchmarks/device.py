@@ -74,6 +74,7 @@ PARTS = (
     Part("layers", "S3", 120, 60),
     Part("products", "L1", 120, 60),
     Part("attention", "16384", 90, 60),
+    Part("delta_rule", "", 120, 60),
     Part("models", "", 150, 60),
 )
 NAMES = tuple(dict.fromkeys(part.name for part in PARTS))

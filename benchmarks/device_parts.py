@@ -60,15 +60,20 @@ MEMORY_GOAL = 0.05
 
 
 class Size(NamedTuple):
-    """How large what is measured is; heads are key heads, query heads for each, and dimensions."""
+    """How large what is measured is; heads are key heads, query heads for each, and dimensions.
 
-    checked: tuple[Mapping[str, agreement.Problem], Mapping[str, agreement.Scores]]
+    `lengths` are those of rows of the delta rule, and `recurrent` its key heads, value heads for each, and dimensions.
+    """
+
+    checked: tuple[Mapping[str, agreement.Problem], Mapping[str, agreement.Scores], Mapping[str, agreement.Recurrence]]
     repeats: int
     numbers: int
     width: int
     shape: Shape | None
     tokens: int | None
     heads: tuple[int, int, int]
+    lengths: tuple[int, ...]
+    recurrent: tuple[int, int, int]
     model: str
     step: str
     real: str
@@ -79,13 +84,15 @@ _TOY = "model.layers=1 model.embed=32 model.expert_mlp=32 model.experts=4 model.
 SIZES = {
     # The model has two billion parameters of which 0.4 are active.
     "full": Size(
-        checked=(agreement.PROBLEMS, agreement.SCORES),
+        checked=(agreement.PROBLEMS, agreement.SCORES, agreement.RECURRENCES),
         repeats=200,
         numbers=2**30,
         width=8192,
         shape=None,
         tokens=None,
         heads=(8, 4, 128),
+        lengths=(4096, 8192, 16384, 32768),
+        recurrent=(16, 2, 128),
         model="qwen3_moe model.vocab=32768 model.embed=2048 model.layers=6 model.heads=16 model.kv_heads=4 "
         "model.head_dim=128 model.experts=64 model.experts_per_token=8 model.expert_mlp=768 model.max_length=4096",
         step="batch_size=4 seq_len=4096",
@@ -100,6 +107,8 @@ SIZES = {
         shape=Shape(16, 32, 32, 2, 2),
         tokens=128,
         heads=(1, 1, 64),
+        lengths=(80,),
+        recurrent=(1, 1, 8),
         model=f"qwen3_moe {_TOY}",
         step="batch_size=1 seq_len=16",
         real=f"olmoe {_TOY}",
@@ -349,6 +358,32 @@ def _attention(here: Here, name: str) -> Iterator[Unit]:
         yield Unit(f"{name} {passed}", partial(one, name, passed), kernel, needs=needs)
 
 
+def _delta_rule(here: Here, _: str) -> Iterator[Unit]:
+    """Yield the delta rule in chunks by length, beside causal attention of equal width, one document per row."""
+    heads, group, dim = here.size.recurrent
+
+    def one(who: str, passed: str, tokens: int, program: Any, *operands: Any) -> Iterator[Row]:
+        row = here.time(call_of(program, *operands), 0.0, implementation=f"moezoo {who}", **{"pass": passed})
+        speed = round(tokens / row["ms"] * 1e3, 1)
+        yield row | {"tokens": tokens, "tokens_per_second": speed, "peak_bytes": peak_bytes(program)}
+
+    passes = agreement.PASSES[-1:] if here.keys.rehearse else agreement.PASSES
+    for tokens, passed in itertools.product(here.size.lengths, passes):
+        sizes = agreement.Recurrence(tokens, heads, group, dim, dim)
+        made = [
+            agreement.recurrence("chunked", passed, decays, here.target, sizes, "bfloat16", tokens)
+            for decays in agreement.DECAYS
+        ]
+        own, scores = (
+            chosen_backend(here.target, tokens, tokens),
+            agreement.Scores(tokens, heads, group, dim, dim, tokens),
+        )
+        made.append(agreement.attention(own, passed, here.target, scores, "bfloat16", tokens))
+        for kernel in made:
+            who = kernel.name.replace(f" {passed}", "")
+            yield Unit(f"{tokens} {kernel.name}", partial(one, who, passed, tokens), kernel, needs=(kernel.name,))
+
+
 def _left_out(reason: str) -> Iterator[Row]:
     raise LeftOutError(reason)
     yield
@@ -513,6 +548,7 @@ UNITS: Mapping[str, Callable[[Here, str], Iterator[Unit]]] = {
     "ceilings": _ceilings,
     "products": _products,
     "attention": _attention,
+    "delta_rule": _delta_rule,
     "torch": _torch,
     "tune": _tune,
     "layers": _layers,

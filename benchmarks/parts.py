@@ -68,6 +68,13 @@ _LAYOUT = ("mesh", "rules", "dispatch", "optimizer")
 _LAYOUT += ("execution.context_parallel", "execution.sequence_order", "execution.pipeline")
 
 
+def _numbers(key: str, text: str, example: str) -> list[int]:
+    """Return the three numbers of the value of a key."""
+    if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){2}", text):
+        raise UserError(f"{key}={show(text)}: must be three numbers more than 0, such as {example}")
+    return [int(number) for number in text.split("x")]
+
+
 @dataclasses.dataclass(frozen=True)
 class Keys:
     """Keys of every part."""
@@ -243,9 +250,7 @@ class Generate(WithModels, Timed):
         for name in self.model:
             if other := [word for word in name.split()[1:] if not word.startswith("model.")]:
                 raise UserError(f"model={name}: {other[0]} does not belong to the model; write model.KEY=VALUE")
-        if wrong := [text for text in self.call if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){2}", text)]:
-            raise UserError(f"call={show(wrong[0])}: must be three numbers more than 0, such as {CALLS[0]}")
-        return [[int(number) for number in text.split("x")] for text in dict.fromkeys(self.call)]
+        return [_numbers("call", text, CALLS[0]) for text in dict.fromkeys(self.call)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +311,22 @@ class DeltaRule(Typed, Timed):
     key_heads: Size = key("key heads", default=2)
     group: Size = key("value heads per key head", default=2)
     head_dim: Size = key("dimensions of a key and of a value", default=64)
+    attention: str | None = key(
+        "key-value heads x query heads of each x dimensions of attention, by default those of the rule",
+        "HxGxD",
+        default=None,
+    )
     absent: tuple[str, ...] = key("compile for these devices instead of running", "NAME", default=())
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.attention is not None:
+            _numbers("attention", self.attention, "2x8x256")
+
+    @property
+    def attention_heads(self) -> list[int] | None:
+        """The numbers of `attention`."""
+        return None if self.attention is None else _numbers("attention", self.attention, "2x8x256")
 
 
 @dataclasses.dataclass(frozen=True)

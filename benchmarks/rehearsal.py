@@ -10,6 +10,7 @@ import jax
 
 from moezoo.errors import UserError
 from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.delta_rule import BACKENDS as DELTA_RULE
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.parallel.kernels import Target, anywhere
 
@@ -26,7 +27,7 @@ def interpreting(what: Literal["gpu", "tpu"] | None) -> Iterator[Target | None]:
         yield None
         return
     target = TARGETS[what]
-    every: tuple[Any, ...] = (PRODUCTS, ATTENTION)
+    every: tuple[Any, ...] = (PRODUCTS, ATTENTION, DELTA_RULE)
     for backends in every:
         own = {name: one for name, one in backends.items() if one.runs_on is not anywhere and one.runs_on(target)}
         backends.update({name: one._replace(runs_on=lambda _: True) for name, one in own.items()})

@@ -26,7 +26,7 @@ import numpy as np
 from moezoo.parallel.collectives import MeshAxes
 from moezoo.parallel.traces import collective_traffic
 from moezoo.parallel.traffic import UNORDERED, Traffic, TrafficTable, received_bytes
-from moezoo.profiling.hlo import COLLECTIVES, Computation, Instruction, read_computations
+from moezoo.profiling.hlo import COLLECTIVES, Computation, Instruction, read_computations, trips
 from moezoo.training.step import Step
 
 _FROM_TRACE = {name: op for op, name in COLLECTIVES.items()} | dict.fromkeys(UNORDERED, "all-reduce")
@@ -180,7 +180,7 @@ def collectives(text: str, sizes: Mapping[str, int]) -> list[Collective]:
             # The start of an asynchronous operation has the computation; `-done` and `-update` may name it again.
             elif not op.endswith(("-done", "-update")):
                 inner = [c for called in instruction.called for c in run(called)]
-                times = _trips(instruction, body, computations) if op == "while" and inner else 1
+                times = trips(instruction, body, computations) if op == "while" and inner else 1
                 found += [c._replace(times=c.times * times) for c in inner]
         return tuple(found)
 
@@ -198,32 +198,6 @@ def _moves(op: str, instruction: Instruction, body: Computation, mesh: _Mesh) ->
     elif op == "all-to-all" and "dimensions=" not in instruction.text:
         given = [sum(given)]  # one operand for each device
     return [Collective(op, axes, ways, one, 1) for one in given]
-
-
-def _trips(loop: Instruction, body: Computation, computations: Mapping[str, Computation]) -> int:
-    """Return how often the body of a loop runs."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.text):
-        return int(known[1])
-    names = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", loop.text))
-    condition, inner = computations[names["condition"]], computations[names["body"]]
-    test = condition["ROOT"]
-    counter = re.search(r"index=(\d+)", condition[test.operands[0]].text) if "direction=LT" in test.text else None
-    if counter is None:
-        raise ValueError(f"a collective in a loop of unknown length: {loop.text[:300]}")
-    place = int(counter[1])
-    step = inner[inner["ROOT"].operands[place]]
-    assert step.op == "add", step
-    bound, by = _constant(test.operands[1], condition), _constant(step.operands[1], inner)
-    start = _constant(body[loop.operands[0]].operands[place], body)
-    return -(-(bound - start) // by)
-
-
-def _constant(name: str, body: Computation) -> int:
-    while body[name].op == "copy":
-        name = body[name].operands[0]
-    if body[name].op != "constant":
-        raise ValueError(f"a collective in a loop of unknown length: {name} is no constant")
-    return int(body[name].operands[0])
 
 
 class Budget:

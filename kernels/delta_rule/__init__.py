@@ -1,6 +1,7 @@
 """The gated delta rule over packed documents: the kernel of recurrent mixers."""
 
 from moezoo.kernels.delta_rule.api import BACKENDS as BACKENDS
+from moezoo.kernels.delta_rule.api import chosen_backend as chosen_backend
 from moezoo.kernels.delta_rule.api import delta_rule as delta_rule
 from moezoo.kernels.delta_rule.api import register as register
 from moezoo.kernels.delta_rule.api import span_map as span_map

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from moezoo.kernels.delta_rule import chunked, reference
 from moezoo.kernels.delta_rule.base import Backend, Operands, Recalled, Rule, SpanMap, Start
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.kernels import Chosen, KernelOrder, Target, add_backend, choose, run
+from moezoo.parallel.kernels import Chosen, ChosenBackends, KernelOrder, Target, add_backend, choose, passed_over, run
 
 # A new backend is a file, and a name here.
 BACKENDS: dict[str, Backend] = {"reference": Backend(reference.rule), "chunked": Backend(chunked.rule)}
@@ -66,14 +67,36 @@ def delta_rule(
     start = Start(*(vary_like(x, *alike) for x in start))
     if 0 in v.shape[:2]:
         return Recalled(operands.v, start.state)
-    runs_on = {name: functools.partial(backend.takes, dtype=q.dtype) for name, backend in BACKENDS.items()}
-    own = functools.partial(_own_order, tokens=v.shape[1])
-    chosen = choose("delta_rule", runs_on, implementation, own, f" with {q.dtype.name}")
+    chosen = _choose(implementation, v.shape[1], q.dtype)
 
     def backend(one: Chosen) -> Rule:
         return BACKENDS[one.name].rule
 
     return run(chosen, backend, operands, start)
+
+
+def chosen_backend(target: Target, tokens: int, names: tuple[str, ...] = (), dtype: DTypeLike = jnp.float32) -> str:
+    """Return the name of the backend for `tokens` per row on `target`, with queries of `dtype`.
+
+    It is the first of `names`, or of the kernel's own order.
+
+    Raises:
+        UserError: A name is not a backend, or none of them runs there.
+    """
+    return _choose(KernelOrder(names, target), tokens, dtype)[0][1].name
+
+
+def reasons(
+    chosen: str, target: Target, tokens: int, names: tuple[str, ...], dtype: DTypeLike = jnp.float32
+) -> list[str]:
+    """Return why backends before the one that `chosen_backend` returns are passed over."""
+    return passed_over(chosen, names, _own_order(target, tokens), BACKENDS, target, dtype)
+
+
+def _choose(implementation: str | KernelOrder | None, tokens: int, dtype: DTypeLike) -> ChosenBackends:
+    runs_on = {name: functools.partial(backend.takes, dtype=dtype) for name, backend in BACKENDS.items()}
+    own = functools.partial(_own_order, tokens=tokens)
+    return choose("delta_rule", runs_on, implementation, own, f" with {jnp.dtype(dtype).name}")
 
 
 def span_map(

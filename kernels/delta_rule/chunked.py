@@ -9,8 +9,8 @@ token writes: U - W S, with U = A^-1 (strength v) and W = A^-1 (strength k decay
 (Yang et al., 2024, arXiv:2412.06464; per channel: Kimi Team, 2025, arXiv:2510.26692.) All in float32.
 
 Decays are sums of logarithms over the tokens between, never differences of running sums: these would lose what small
-decays say behind a large one. A decay per channel does not leave products of chunks as one factor; there, tokens of
-different blocks of 16 meet at the beginning of the later block: both factors are at most 1.
+decays say behind a large one. A decay per channel does not leave products of chunks as one factor; there, two tokens
+meet between them (`_pairs_per_channel`).
 
 Chunks are read in pieces. The gradient keeps the state before each piece, and makes everything else of it again.
 """
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -28,7 +29,7 @@ from moezoo.kernels.delta_rule.base import Operands, Recalled, Start
 from moezoo.parallel.collectives import ATTENTION
 
 CHUNK = 64
-# The tokens among which decays per channel are taken pair by pair: [BLOCK, BLOCK, key_dim] numbers.
+# The rows of the blocks on a diagonal that are inverted first.
 BLOCK = 16
 # The chunks of a piece, which are computed side by side.
 PIECE = 8
@@ -155,48 +156,46 @@ def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims to
     return jnp.cumsum(shifted[..., ::-1, :], -2)[..., ::-1, :]
 
 
-def _between(decay: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Sum the decays after each earlier token up to each later one, [..., later, earlier, ...]; 0 if it is not later.
-
-    `axis` is that of tokens in `decay`, from the end.
-    """
-    size = decay.shape[axis]
-    later = jnp.tril(jnp.ones((size, size), bool), -1)
-    later = later.reshape(*(1,) * (decay.ndim + axis), size, size, *(1,) * (-axis - 1))
-    return jnp.cumsum(jnp.where(later, jnp.expand_dims(decay, decay.ndim + axis + 1), 0), axis - 1)
+def _between(decay: Float[Array, "*dims token"]) -> Float[Array, "*dims token token"]:
+    """Sum the decays after each earlier token up to each later one, [..., later, earlier]; 0 if it is not later."""
+    size = decay.shape[-1]
+    return jnp.cumsum(_where(np.tri(size, k=-1, dtype=bool), decay[..., None]), -2)
 
 
 def _pairs_per_head(x: _Floats) -> tuple[Array, Array]:
     """Return k_i k_j and q_i k_j times the decay from j to i, [..., CHUNK, CHUNK]; any number where i < j."""
-    faded = jnp.exp(_between(x.decay[..., 0], -1))
+    faded = jnp.exp(_between(x.decay[..., 0]))
     one = lambda y: _dot("...ik,...jk->...ij", y, x.k)[:, :, None] * faded  # noqa: E731
     return one(x.k), one(x.q)
 
 
 def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
-    """Return the same for decays per channel, block by block of `BLOCK` tokens."""
-    count = CHUNK // BLOCK
+    """Return the same for decays per channel.
 
-    def cut(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], count, BLOCK, x.shape[-1])
+    Two tokens meet at the middle of the smallest group of 2, 4, 8, ... tokens that has both. The decays from the
+    earlier one to the middle, and from there to the later one, are both at most 1: one product for each size of groups.
+    """
+    number, halves = np.arange(CHUNK), 2 ** np.arange(CHUNK.bit_length() - 1)[:, None]
+    # For each size of groups, whether a token is in the second half of its group, and the first token of that half.
+    is_later, middle = number // halves % 2 == 1, (number // (2 * halves) * 2 + 1) * halves
+    first, after = np.where(is_later, middle, number + 1), np.where(is_later, number + 1, middle)
+    between = (first[..., None] <= number) & (number < after[..., None])
+    meet = (middle[:, :, None] == middle[:, None]) & is_later[:, :, None] & ~is_later[:, None]
+    # Sums as a product: its factors are 0 and 1, so it adds decays, and takes none away.
+    factor = jnp.exp(_dot("lit,...tk->...lik", jnp.asarray(between, x.decay.dtype), x.decay))
+    q, k = x.q[:, :, None], x.k[:, :, None]
+    faded = factor * k[..., None, :, :]
 
-    q, k, decay = cut(x.q[:, :, None]), cut(x.k[:, :, None]), cut(x.decay)
-    faded = k[..., None, :, :] * jnp.exp(_between(decay, -2))
-    inside = [jnp.einsum("...nik,...nijk->...nij", y, faded, precision=lax.Precision.HIGHEST) for y in (k, q)]
-    since, until, whole = jnp.exp(jnp.cumsum(decay, -2)), _after(decay), decay.sum(-2)
-    rows: tuple[list[Array], list[Array]] = [], []
-    for later in range(count):
-        # From each earlier block's token to the beginning of this one.
-        earlier = [
-            k[..., n, :, :] * jnp.exp(until[..., n, :, :] + whole[..., n + 1 : later, :].sum(-2)[..., None, :])
-            for n in range(later)
-        ]
-        for row, y, own in zip(rows, (k, q), inside, strict=True):
-            left = y[..., later, :, :] * since[..., later, :, :]
-            blocks = [_dot("...ik,...jk->...ij", left, right) for right in earlier]
-            wide = jnp.concatenate([*blocks, own[..., later, :, :]], axis=-1)
-            row.append(jnp.pad(wide, ((0, 0),) * (wide.ndim - 1) + ((0, CHUNK - wide.shape[-1]),)))
-    return jnp.concatenate(rows[0], axis=-2), jnp.concatenate(rows[1], axis=-2)
+    def pairs(one: Array, itself: Array) -> Array:
+        found = _where(meet, _dot("...ik,...jk->...ij", one, faded)).sum(-3)
+        return found + _where(np.eye(CHUNK, dtype=bool), itself[..., None])
+
+    return pairs(faded, (k * k).sum(-1)), pairs(factor * q[..., None, :, :], (q * k).sum(-1))
+
+
+def _where(given: np.ndarray, x: Array) -> Array:
+    """Return `x`, and 0 where the last dimensions are not `given`."""
+    return jnp.where(given.reshape(*(1,) * (x.ndim - given.ndim), *given.shape), x, 0)
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from moezoo.config.own import name_in
-from moezoo.config.settings import TrainConfig, check_config
+from moezoo.config.settings import KERNELS, TrainConfig, check_config
 from moezoo.config.sizes import Batches, advise, check_batch, check_sizes, divisors, sequence_order
 from moezoo.errors import UserError, check_type
 from moezoo.hub.kept import Form, in_forms
@@ -123,7 +123,7 @@ def _lay_out(cfg: TrainConfig, mesh: Mesh | AbstractMesh) -> Execution:
         remat=cfg.execution.remat,
         context_parallel=CONTEXT_PARALLEL[how]() if isinstance(how, str) else how,
         sequence_order=sequence_order(cfg),
-        kernels=Kernels(cfg.execution.grouped_matmul or (), cfg.execution.attention or ()),
+        kernels=Kernels(**{name: getattr(cfg.execution, name) or () for name in KERNELS}),
         routing=cfg.execution.routing,
         pipeline=cfg.execution.pipeline if mesh.shape.get(STAGE, 1) > 1 else None,
     )

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from moezoo.config.overrides import MEMBERS, PLUGS, defaults, is_own, own_path
-from moezoo.config.settings import ATTENTION, CONTEXT_PARALLEL, GROUPED_MATMUL, TAG, ExecutionSettings, TrainConfig
+from moezoo.config.settings import CONTEXT_PARALLEL, KERNELS, TAG, ExecutionSettings, TrainConfig
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
 from moezoo.moe.dispatch import Dispatch
@@ -28,7 +28,7 @@ from moezoo.typed import get, is_plain, put, show, types_of
 TAGS = {key: TAG.get(key, ("name", CONTEXT_PARALLEL)) for key in PLUGS}
 # What each of them derives from is what a configuration takes.
 _BASES = {**types_of(TrainConfig), "dispatch": Dispatch, "execution.context_parallel": ContextParallel}
-_KERNELS = {"execution.grouped_matmul": GROUPED_MATMUL, "execution.attention": ATTENTION}
+_KERNELS = {f"execution.{name}": backends for name, backends in KERNELS.items()}
 # Entries of moezoo's in place of the user's own, while the rest of a saved configuration is read; of kernels None.
 _STAND_IN = {**defaults(), "execution.context_parallel": ExecutionSettings.context_parallel, **dict.fromkeys(_KERNELS)}
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")

@@ -11,6 +11,7 @@ from moezoo.hub.kept import Form
 from moezoo.hub.upcycling import Upcycle
 from moezoo.kernels.attention import BACKENDS as ATTENTION
 from moezoo.kernels.attention import REFUSED
+from moezoo.kernels.delta_rule import BACKENDS as DELTA_RULE
 from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
 from moezoo.models import FAMILIES, ModelConfig
 from moezoo.models.adapters import ADAPTERS, Adapter, NoAdapter
@@ -51,6 +52,16 @@ class AttentionName(Name):
     registry, refused = ATTENTION, REFUSED
 
 
+class DeltaRuleName(Name):
+    """The name of a backend of the delta rule."""
+
+    registry = DELTA_RULE
+
+
+# Each kernel, which is a key of `execution`, and its backends: those of `moezoo.parallel.kernels.Kernels`.
+KERNELS = {"grouped_matmul": GROUPED_MATMUL, "attention": ATTENTION, "delta_rule": DELTA_RULE}
+
+
 @dataclasses.dataclass(frozen=True)
 class ExecutionSettings:
     """How the model runs, except mesh, rules and dispatch; the comments in `conf/train.yaml` describe each key.
@@ -69,6 +80,7 @@ class ExecutionSettings:
     sequence_order: SequenceOrder | None = None
     grouped_matmul: tuple[GroupedMatmulName, ...] | None = None
     attention: tuple[AttentionName, ...] | None = None
+    delta_rule: tuple[DeltaRuleName, ...] | None = None
     routing: RoutingChoice = "learned"
 
     def __post_init__(self):

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from moezoo.nn.cache import Kept, Past, State
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.kernels import KernelName
 from moezoo.parallel.mesh_execution import MeshExecution
 
 
@@ -56,9 +57,11 @@ class Mixer(eqx.Module):
     Attributes:
         splits_sequences: Whether it runs where devices share sequences (`execution.sequence_group`). There it gets this
             device's tokens, and exchanges what the others need of them. By default it is refused there.
+        kernel: The kernel that it calls, of which the summary names the backend.
     """
 
     splits_sequences: ClassVar[bool] = False
+    kernel: ClassVar[KernelName] = "attention"
 
     @abc.abstractmethod
     def __call__(

@@ -34,6 +34,7 @@ from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.nn.split_text import SplitText
 from moezoo.parallel.axes import Bias, Scale, Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
+from moezoo.parallel.kernels import KernelName
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.typed import Size, check_fields
 
@@ -219,6 +220,7 @@ class DeltaMixer(Mixer):
     """
 
     splits_sequences: ClassVar[bool] = True
+    kernel: ClassVar[KernelName] = "delta_rule"
     query: Weight[Array, "embed -> key_heads head_dim"]
     key: Weight[Array, "embed -> key_heads head_dim"]
     value: Weight[Array, "embed -> value_heads head_dim"]
@@ -261,7 +263,7 @@ class DeltaMixer(Mixer):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> MixerOutput:
         """Mix these tokens, or with a `past` one token with the state of those before."""
-        heads, order = execution.inner_group("heads"), execution.kernel("delta_rule")
+        heads, order = execution.inner_group("heads"), execution.kernel(self.kernel)
         segment, wide = context.queries.segment, heads.enter(x)
         activations = Activations(x, wide)
         inputs = Inputs(*(project(wide, weight) for weight in (self.query, self.key, self.value)))

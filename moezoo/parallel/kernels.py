@@ -40,6 +40,9 @@ class Target(NamedTuple):
 Keep = Literal["products", "inputs"]
 
 
+KernelName = Literal["grouped_matmul", "attention", "delta_rule"]
+
+
 class Kernels(NamedTuple):
     """For each kernel, the names of backends in the order in which they are tried; empty for the kernel's own order."""
 

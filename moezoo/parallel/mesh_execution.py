@@ -20,7 +20,7 @@ from moezoo.parallel.collectives import InnerGroup, varying_axes
 from moezoo.parallel.context_parallel import SequenceGroup
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.execution import Execution
-from moezoo.parallel.kernels import KernelOrder, Target, target_of
+from moezoo.parallel.kernels import KernelName, KernelOrder, Target, target_of
 from moezoo.parallel.mesh import STAGE
 from moezoo.parallel.pipeline import Piped
 from moezoo.parallel.placement import Placement
@@ -153,7 +153,7 @@ class MeshExecution(Execution):
         """What programs are compiled for: as the mesh describes it, not this machine. None if it names no device."""
         return target_of(self.mesh)
 
-    def kernel(self, name: Literal["grouped_matmul", "attention", "delta_rule"]) -> KernelOrder:
+    def kernel(self, name: KernelName) -> KernelOrder:
         """Return the argument `implementation` for calls of a kernel."""
         return KernelOrder(getattr(self.kernels, name), self.target)
 

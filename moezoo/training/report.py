@@ -22,6 +22,7 @@ from moezoo.host.machine import in_units
 from moezoo.host.remote import RunPath
 from moezoo.hub.adapters import describe_peers
 from moezoo.kernels.attention import api as attention
+from moezoo.kernels.delta_rule import api as delta_rule
 from moezoo.kernels.grouped_matmul import api as grouped_matmul
 from moezoo.models import name_of
 from moezoo.models.blueprint import Blueprint
@@ -146,7 +147,8 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
     """Name the backend of each kernel that a step on sequences of `length` tokens runs, and why it is that one.
 
     Why: what the step is compiled for, or the setting that names the backend; backends that are passed over; and what
-    attention skips: windows, and what is in other documents, which lie in order in each row.
+    attention skips: windows, and what is in other documents, which lie in order in each row. Kernels of mixers are
+    named where a layer has such a mixer.
     """
     target, names, dtype = execution.target, execution.kernels, execution.dtype
     assert target is not None
@@ -156,17 +158,21 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
     skips = ", ".join([*_windows(stacks), "documents in order"])
     experts = [getattr(block.feed_forward, "experts", None) for stack in stacks for block in stack.blocks]
     product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype, experts)
-    own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype, in_parts=on_ring)
 
     def line(kernel: str, backend: str, reasons: Sequence[str], *others: str) -> str:
         who = f"set by execution.{kernel} on " * bool(getattr(names, kernel))
         why = who + " ".join(filter(None, target)) + f": {', '.join(reasons)}" * bool(reasons)
         return f"{kernel}: {backend} ({'; '.join([why, *others])})"
 
-    return [
-        line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype)),
-        line("attention", own, attention.reasons(own, target, names.attention, dtype, on_ring), skips),
-    ]
+    lines = [line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype))]
+    kernels = {block.attention.kernel for stack in stacks for block in stack.blocks}
+    if "attention" in kernels:
+        own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype, in_parts=on_ring)
+        lines.append(line("attention", own, attention.reasons(own, target, names.attention, dtype, on_ring), skips))
+    if "delta_rule" in kernels:
+        own = delta_rule.chosen_backend(target, queries, names.delta_rule)
+        lines.append(line("delta_rule", own, delta_rule.reasons(own, target, queries, names.delta_rule)))
+    return lines
 
 
 def _windows(stacks: Sequence[Stack]) -> list[str]:

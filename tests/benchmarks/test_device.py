@@ -1,5 +1,7 @@
 """`device`: a rehearsal with planted faults, going on, rows of other machines, and the choice of sizes of blocks."""
 
+import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +20,8 @@ from moezoo.cli.command import execute
 from moezoo.host.files import locking
 from moezoo.kernels import blocks
 from moezoo.kernels.attention import BACKENDS as ATTENTION
+from moezoo.kernels.delta_rule import BACKENDS as DELTA_RULE
+from moezoo.kernels.delta_rule import Backend
 from moezoo.kernels.grouped_matmul import BACKENDS as PRODUCTS
 from moezoo.parallel.kernels import Target
 
@@ -97,7 +101,7 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     assert Path("a/speed.png").read_bytes().startswith(b"\x89PNG")
     assert len(begun) == len(set(begun))
     parts = ["env", "right", "ceilings", "products S2", "attention 8192", "torch S2", "layers S2", "step", "olmoe 16"]
-    assert list(dict.fromkeys(part for part, _ in begun)) == [*parts, "decode 32768", "models"]
+    assert list(dict.fromkeys(part for part, _ in begun)) == [*parts, "decode 32768", "delta_rule", "models"]
     assert all(row["date"] and row["size"] == "toy (gpu)" for row in rows)
     assert all(row["device"] == "cpu" and row["jax"] == jax.__version__ for row in rows if row["part"] != "env")
 
@@ -107,6 +111,8 @@ def test_a_rehearsal_with_planted_faults(capsys, monkeypatch):
     assert {name: len(agreement.roles_of(name)) for name in FORMS} == roles
     wanted = {f"grouped_matmul {name} {role}" for name in FORMS for role in agreement.roles_of(name)}
     wanted |= {f"attention {name} {role}" for name in ("hopper", "chunked", "one_query") for role in agreement.PASSES}
+    chunks = itertools.product(("chunked", "reference"), agreement.PASSES, agreement.DECAYS)
+    wanted |= {" ".join(("delta_rule", *words)) for words in chunks}
     planted = {f"grouped_matmul {name} {role}" for name in PLANTED_NAMES for role in agreement.ROLES}
     assert checked.keys() == wanted | planted
     broken = {name.split(" ", 1)[1]: row for name, row in checked.items() if not row.get("agrees")}
@@ -327,6 +333,25 @@ def test_kernels_that_are_not_right_are_seen():
     check = check_of("attention chunked gradients")
     assert compared(check)["agrees"]
     assert not compared(check, lambda found, turn: (found[0], found[1] * 1.1, found[2]))["agrees"]
+
+
+@pytest.mark.parametrize(("passed", "decays"), [("forward", "per head"), ("gradients", "per channel")])
+def test_another_delta_rule_is_seen(monkeypatch, passed, decays):
+    """Each backend is compared with tokens read one by one on the host; one that mixes documents is not right."""
+    one = lambda o, start: DELTA_RULE["chunked"].rule(dataclasses.replace(o, segment=0 * o.segment), start)  # noqa: E731
+    monkeypatch.setitem(DELTA_RULE, "wrong", Backend(one, runs_on=lambda target: True))
+    assert compared(check_of(f"delta_rule chunked {passed} {decays}"))["agrees"]
+    assert not compared(check_of(f"delta_rule wrong {passed} {decays}"))["agrees"]
+
+
+def test_the_delta_rule_by_length(capsys):
+    """In chunks beside attention, with its time, its tokens per second and its memory."""
+    code, _, err = bench(capsys, "rehearse=tpu", "only=delta_rule", "out=a")
+    assert code == 0, err
+    rows = [row for row in rows_of("a/rows.jsonl")[0] if row["part"] == "delta_rule"]
+    who = [f"moezoo delta_rule chunked {decays}" for decays in agreement.DECAYS]
+    assert [row["implementation"] for row in rows] == [*who, "moezoo attention reference"]
+    assert all(row["tokens_per_second"] == pytest.approx(80e3 / row["ms"], rel=1e-2) for row in rows)
 
 
 def test_a_registered_backend_joins():

@@ -316,26 +316,30 @@ def test_a_family_is_recorded_where_its_configuration_is():
     assert "the family mine is not at the top of the module of Config" in message
 
 
-def test_a_registered_backend_is_a_name():
+@pytest.mark.parametrize("kernel", ["attention", "delta_rule"])
+def test_a_registered_backend_is_a_name(kernel):
     """It is one until the process ends; a run that names it is read where it is registered, or with another."""
-    own = attention.Backend(attention.BACKENDS["reference"].attend)
-    assert "found mine" in refusal("execution.attention=mine")
-    attention.register("mine", own)
+    module, key = importlib.import_module(f"moezoo.kernels.{kernel}"), f"execution.{kernel}"
+    own, named = module.BACKENDS["reference"]._replace(dtypes=("float32",)), operator.attrgetter(key)
+    assert "found mine" in refusal(f"{key}=mine")
+    module.register("mine", own)
     try:
-        attention.register("mine", own)
-        cfg = moezoo.compose("execution.attention=mine")
-        assert cfg.execution.attention == ("mine",)
-        assert refusal(
-            "mine", own._replace(part=attention.BACKENDS["reference"].part), function=attention.register
-        ).startswith("attention: ")
+        module.register("mine", own)
+        cfg = moezoo.compose(f"{key}=mine")
+        assert named(cfg) == ("mine",)
+        assert refusal("mine", own._replace(dtypes=None), function=module.register).startswith(f"{kernel}: ")
         Path("config.yaml").write_text(to_yaml(as_mapping(cfg)))
-        assert moezoo.saved_config(".").execution.attention == ("mine",)
+        assert named(moezoo.saved_config(".")) == ("mine",)
     finally:
-        del attention.BACKENDS["mine"]
+        del module.BACKENDS["mine"]
     message = refusal(".", function=moezoo.saved_config)
-    assert "execution.attention=[mine]" in message
-    assert "execution.attention=null" in message
-    assert moezoo.saved_config(".", "execution.attention=null").execution.attention is None
+    assert f"{key}=[mine]" in message
+    assert f"{key}=null" in message
+    assert named(moezoo.saved_config(".", f"{key}=null")) is None
+
+
+def test_backends_that_are_refused():
+    own = attention.BACKENDS["reference"]
     assert "another backend 'blocked'" in refusal("blocked", GROUPED_MATMUL["reference"], function=register)
     add = functools.partial(add_backend, "attention", {}, kind=attention.Backend)  # past the suite's type checker
     assert "expected a Backend" in refusal("mine", 3, function=add)

@@ -9,9 +9,8 @@ import pytest
 
 from moezoo.config.compose import as_mapping, compose
 from moezoo.config.overrides import CONF, PACKAGE, defaults, groups, read_yaml, top_keys
-from moezoo.config.settings import INNER_TAG, TAG, ExecutionSettings, GuardSettings, TrainConfig
-from moezoo.kernels.attention import BACKENDS as ATTENTION
-from moezoo.kernels.grouped_matmul import BACKENDS as GROUPED_MATMUL
+from moezoo.config.settings import INNER_TAG, KERNELS, TAG, ExecutionSettings, GuardSettings, TrainConfig
+from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import AXES, MeshShape
 from moezoo.typed import Checks, convert
 
@@ -68,7 +67,8 @@ def test_the_help_of_a_key_names_its_words(key):
 
 def test_the_comments_of_train_yaml_list_all_backends():
     lines = (CONF / "train.yaml").read_text().splitlines()
-    for key, backends in (("attention", ATTENTION), ("grouped_matmul", GROUPED_MATMUL)):
+    assert tuple(KERNELS) == Kernels._fields
+    for key, backends in KERNELS.items():
         (line,) = (line for line in lines if line.startswith(f"  {key}: null"))
         assert [name for name in backends if name not in line] == []
 

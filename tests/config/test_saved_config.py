@@ -77,9 +77,10 @@ def test_the_undamaged_file_is_read(tmp_path):
 def test_settings_that_an_older_run_does_not_have_are_the_defaults(tmp_path):
     """They are also no change in a run that continues it."""
     saved = as_mapping(moezoo.compose("model.layers=2"))
-    del saved["mesh"]["axis_types"]
+    del saved["mesh"]["axis_types"], saved["execution"]["delta_rule"]
     (tmp_path / "config.yaml").write_text(to_yaml(saved))
     assert moezoo.saved_config(tmp_path).mesh.axis_types == "auto"
+    assert moezoo.saved_config(tmp_path).execution.delta_rule is None
     cfg = moezoo.compose(f"resume={tmp_path}", "mesh.axis_types=explicit")
     assert list_changes(cfg, saved) == ["mesh.axis_types: auto before, explicit now"]
     assert list_changes(moezoo.compose(f"resume={tmp_path}"), saved) == []

@@ -6,6 +6,9 @@ import io
 import sys
 import types
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import by_table
@@ -17,9 +20,11 @@ from moezoo.config.build import build_execution
 from moezoo.data import Synthetic
 from moezoo.data.source import Part
 from moezoo.host.machine import in_units
+from moezoo.kernels.delta_rule import BACKENDS as DELTA_RULE
 from moezoo.models.blueprint import Blueprint
 from moezoo.nn.block_fp8 import BlockFP8
 from moezoo.nn.containers import store
+from moezoo.nn.delta import DeltaMixer, DeltaSizes, FullGate, HeadDecay
 from moezoo.optim import AdamW, Constant, Cosine
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh import abstract_mesh
@@ -219,6 +224,35 @@ def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
     stacks = Blueprint(cfg.model, change=change).shapes.stacks
     line = kernel_lines(on_mesh(build_execution(cfg)), cfg.seq_len, stacks)[0]
     assert line == "grouped_matmul: blocked (cuda 9.0: hopper takes whole stacks, not weights of few bits)"
+
+
+@by_table(
+    """
+    words => tokens => line
+    => 128 => chunked (cpu)
+    mesh.context=2 execution.context_parallel=ring => 16 => reference (cpu)
+    execution.delta_rule=[reference] => 128 => reference (set by execution.delta_rule on cpu)
+    execution.delta_rule=[bare,reference] => 128
+        => reference (set by execution.delta_rule on cpu: bare takes bfloat16, not float32)
+    """
+)
+def test_the_line_of_the_delta_rule(monkeypatch, words, tokens, line):
+    """It is there where a layer has such a mixer, as that of attention is; its queries are float32."""
+    monkeypatch.setitem(DELTA_RULE, "bare", DELTA_RULE["reference"]._replace(dtypes=("bfloat16",)))
+    cfg, sizes, dtype = moezoo.compose(*words.split()), DeltaSizes(2, 2, 4, 4), jnp.dtype("float32")
+
+    def make(key):
+        parts = HeadDecay(8, sizes, dtype=dtype, key=key), FullGate(8, sizes, dtype=dtype, key=key)
+        return DeltaMixer(8, sizes, *parts, epsilon=1e-6, out_std=1.0, dtype=dtype, key=key)
+
+    (stack,) = Blueprint(cfg.model).shapes.stacks
+    recurrent = dataclasses.replace(stack.blocks[0], attention=eqx.filter_eval_shape(make, jax.random.key(0)))
+    recurrent = dataclasses.replace(stack, blocks=(recurrent,))
+    execution = on_mesh(build_execution(cfg))
+    kernels = lambda *stacks: [one.partition(":")[0] for one in kernel_lines(execution, int(tokens), stacks)]  # noqa: E731
+    assert kernel_lines(execution, int(tokens), [recurrent])[-1] == f"delta_rule: {line}"
+    assert kernels(recurrent) == ["grouped_matmul", "delta_rule"]
+    assert kernels(stack, recurrent) == ["grouped_matmul", "attention", "delta_rule"]
 
 
 def test_a_long_evaluation_prints_a_line_now_and_then(monkeypatch, capsys):

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from moezoo.config.build import build_execution
 from moezoo.config.compose import compose
+from moezoo.config.settings import KERNELS
 from moezoo.data import Batch
 from moezoo.host.machine import driver_files, in_gib, installed
 from moezoo.parallel.cache import SETTINGS, use_none
@@ -79,7 +80,7 @@ def find_steps() -> Iterator[Entry]:
         one = devices[:1]
     sizes = len(devices), 32 if dtype == "float32" else 256  # which a chip's own kernels take
     ours = train(devices, *sizes, dtype)
-    kernels = "execution.attention=[reference]", "execution.grouped_matmul=[reference]"
+    kernels = (f"execution.{name}=[reference]" for name in KERNELS)
     naive = train(one, *sizes, "float32", "dispatch=dense", *kernels)
     limit, error = _LIMITS[dtype], measure_error(ours.logits, naive.logits)
     shown = (f"{', '.join(f'{loss:.4f}' for loss in each.losses)} on {each.mesh}" for each in (ours, naive))

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 
 from moezoo.config.build import blueprint_of, blueprint_on
-from moezoo.config.settings import TrainConfig, check_config
+from moezoo.config.settings import KERNELS, TrainConfig, check_config
 from moezoo.generation.generate import Continued
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import Capacity, Dense
@@ -127,7 +127,8 @@ def work_of(cfg: TrainConfig, call: CallName = "train", *, blueprint: Blueprint 
     convert(CallName, call, "call")
     blueprint = blueprint_on(cfg, given=blueprint)
     # Backends do the same products; of these, the trace shows all outside loops of unknown length.
-    kernels = dataclasses.replace(cfg.execution, grouped_matmul=("ragged_dot",), attention=None)
+    names: dict[str, Any] = {**dict.fromkeys(KERNELS), "grouped_matmul": ("ragged_dot",)}
+    kernels = dataclasses.replace(cfg.execution, **names)
     with no_context_mesh():
         program = CALLS[call](dataclasses.replace(cfg, execution=kernels), blueprint)
         traced = program.trace()
