@@ -232,6 +232,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     elif isinstance(c, Qwen35Config):
         recurrent = tuple(mixer == "delta" for mixer, _ in kinds(c)[0])
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "recurrent": recurrent}
+        different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return Recurrent(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
