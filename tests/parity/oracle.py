@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
     def array(self, path: str) -> np.ndarray | None:
         """Return this layer's array at a dotted path of attributes, or None where the layer has no such array."""
-        found = self.block
+        found: Any = self.block
         for name in path.split("."):
             found = found[int(name)] if name.isdecimal() and found is not None else getattr(found, name, None)
         return None if found is None else np.asarray(found)[self.period]

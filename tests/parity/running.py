@@ -242,6 +242,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     elif isinstance(c, Qwen35Config):
         attends = [i for i, (mixer, _) in enumerate(kinds(c)[0]) if mixer == "attention"]
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
+        different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}

@@ -107,12 +107,13 @@ def test_terms_of_other_calls(call, family):
         rows = cache_rows(blueprint.shapes, program.cache, program.execution)
         assert held["cache"] + held.get("recurrent states", 0) == sum(row.bytes_per_device for row in rows)
     if family == "qwen3_5":
-        d: Any = cfg.model.delta
+        m: Any = cfg.model
+        d = m.delta
         state = 4 * d.value_heads * d.key_dim * d.value_dim
         inputs = 2 * (d.taps - 1) * (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim)
         rows = cfg.batch_size // 8
         assert held["recurrent states"] == 3 * rows * (state + inputs) // 2
-        assert held["cache"] == rows * 2 * 2 * (112 + 16) * cfg.model.kv_heads * cfg.model.head_dim // 2
+        assert held["cache"] == rows * 2 * 2 * (112 + 16) * m.kv_heads * m.head_dim // 2
 
 
 def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
