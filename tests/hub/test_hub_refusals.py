@@ -145,23 +145,23 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3.2 => {"layer_types": ["indexed_attention"]} => layer_types names 1 layers, but num_hidden_layers=2
     v3.2 => {"moe_router_dtype": "bfloat16"} => moe_router_dtype=bfloat16 ... only float32
     v3.2 => {"rope_interleave": false} => rope_interleave=false ... only true
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [0, 2], DELTA}}
-        => linear_attn_config.full_attn_layers and kda_layers name layer 0 1 times ... from 1 to num_hidden_layers=3
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2, 3], DELTA}}
-        => linear_attn_config.full_attn_layers and kda_layers name layer 2 2 times
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1], DELTA}}
-        => linear_attn_config.full_attn_layers and kda_layers name layer 3 0 times
-    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2, 3, 4], DELTA}}
-        => linear_attn_config.full_attn_layers and kda_layers name layer 4 1 times
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 0 1 times ... from 1 to num_hidden_layers=2
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 1 2 times
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 2 0 times
+    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2, 3], DELTA}}
+        => linear_attn_config.full_attn_layers and kda_layers name layer 3 1 times
     kimi linear => {"linear_attn_config": {DELTA}}
         => linear_attn_config.full_attn_layers and kda_layers name layer 1 0 times
-    kimi linear => {"layer_types": ["full_attention", "linear_attention", "linear_attention"]}
-        => linear_attn_config.full_attn_layers=[2], from 1, contradicts layer_types ... delete
-    kimi linear => {"layer_types": ["full_attention", "linear_attention"]} => layer_types names 2 layers
+    kimi linear => {"layer_types": ["linear_attention", "full_attention"]}
+        => linear_attn_config.full_attn_layers=[1], from 1, contradicts layer_types ... delete
+    kimi linear => {"layer_types": ["full_attention"]} => layer_types names 1 layers
     kimi linear => {"linear_head_dim": 7} => linear_attn_config.head_dim and linear_head_dim are one setting ... delete
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3]}}
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]}}
         => linear_attn_config.num_heads and linear_num_heads are missing
-    kimi linear => {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3], DELTA, "lowest": -5}}
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2], DELTA, "lowest": -5}}
         => linear_attn_config.lowest=-5: moezoo does not know this key
     kimi linear => {"mla_use_nope": false} => mla_use_nope=false ... only true
     kimi linear => {"moe_router_activation_func": "softmax"} => moe_router_activation_func=softmax ... only sigmoid

@@ -1,15 +1,15 @@
 """Five AdamW steps of the same folder on the same batches, here and in transformers with PyTorch."""
 
+import dataclasses
 import math
 import warnings
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from peer_results import load, torch
-from tiny_models import SIGMOID, kimi_linear, mixtral, qwen3
+from tiny_models import mixtral, qwen3
 
 import moezoo
 from moezoo.data import Batch
@@ -25,8 +25,7 @@ class Case(NamedTuple):
     - `frozen`: parts of transformers' names of what is not trained;
     - `cosine`: warm-up of one step, then a half cosine; else one rate;
     - `balance`: the coefficient of the load-balance loss, as transformers defines it: over all layers together, and the
-      number of experts per token times ours. So one layer is needed to compare;
-    - `packed`: whether rows have several documents, which transformers does not read in mixers by the delta rule.
+      number of experts per token times ours. So one layer is needed to compare.
     """
 
     config: Any
@@ -34,7 +33,6 @@ class Case(NamedTuple):
     frozen: tuple[str, ...] = ()
     cosine: bool = False
     balance: float = 0.0
-    packed: bool = True
 
 
 CASES = {
@@ -42,7 +40,6 @@ CASES = {
         mixtral(layers=1, load_balance=0.04),
         ("mesh=single", "schedule=constant", "schedule.warmup_steps=0"),
         balance=0.02,
-        packed=False,
     ),
     "qwen3": Case(
         qwen3(layers=2, mlp_layers=(), load_balance=0.0), ("mesh=single", "schedule.warmup_steps=1"), cosine=True
@@ -57,14 +54,7 @@ CASES = {
         ),
         frozen=(".experts.", "embed_tokens", "o_proj", "input_layernorm"),
     ),
-    "kimi linear": Case(
-        kimi_linear(layers=2, attention_layers=None, router=replace(SIGMOID, bias_rate=0.0), load_balance=0.0),
-        ("mesh=single", "schedule=constant", "schedule.warmup_steps=0"),
-        packed=False,
-    ),
 }
-# Parts of the names of arrays that are in no product.
-NO_DECAY = ("embed_tokens", "conv1d", "A_log")
 
 
 def batches(documents: bool) -> list[Batch]:
@@ -88,7 +78,7 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     for name, parameter in theirs.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.frozen))
         if parameter.requires_grad:
-            is_matrix = parameter.ndim > 1 and not any(part in name for part in NO_DECAY)
+            is_matrix = parameter.ndim > 1 and "embed_tokens" not in name
             (decays if is_matrix else others).append(parameter)
     groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON)
@@ -103,8 +93,7 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
         apart = (segments[:, :, None] != segments[:, None]) | torch.ones(SEQ, SEQ).triu(1).bool()
         mask = torch.zeros(apart.shape).masked_fill(apart, torch.finfo(torch.float32).min)[:, None]
         # It gives the logits of routers only without such a mask; the rows of that case are whole documents.
-        more = {"attention_mask": mask, "position_ids": positions} if case.packed else {}
-        more |= {"output_router_logits": True} if case.balance else {}
+        more = {"output_router_logits": True} if case.balance else {"attention_mask": mask, "position_ids": positions}
         out, balance = theirs(tokens, **more), 0.0
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
         if case.balance:
@@ -119,12 +108,12 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
 @pytest.mark.parametrize("name", CASES)
 def test_five_steps(save, name):
     case = CASES[name]
-    folder, given = save(case.config).folder, batches(documents=case.packed)
+    folder, given = save(case.config).folder, batches(documents=not case.balance)
     rule = dict(learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY, clip_norm=CLIP)
     words = [f"optimizer.{key}={value}" for key, value in rule.items()]
     sizes = (f"steps={STEPS}", f"batch_size={ROWS}", f"seq_len={SEQ}", "dispatch=gather")
     cfg = moezoo.compose(*case.words, *words, *sizes)
-    cfg = replace(cfg, model=replace(case.config, z_loss=0.0))
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(case.config, z_loss=0.0))
     execution = moezoo.execution(cfg)
     step = build_step(cfg, execution)
     loaded = moezoo.from_pretrained(folder, execution, "float32")

@@ -90,9 +90,9 @@ def mistral4(**changes: Any) -> DeepSeekConfig:
 
 def kimi_linear(**changes: Any) -> KimiLinearConfig:
     """Return a tiny Kimi Linear, whose mixers by the delta rule have other heads than attention."""
-    sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 3}
+    sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 2}
     delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
-    return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (1,), **changes})
+    return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -186,7 +186,12 @@ CONFIGS = {
         router=replace(SIGMOID, gates="scores"),
     ),
     "kimi linear two dense": kimi_linear(
-        dense_layers=2, attention_layers=None, delta=DeltaSizes(4, 4, 6, 6, 3), shared_experts=0, router=SIGMOID
+        layers=3,
+        dense_layers=2,
+        attention_layers=None,
+        delta=DeltaSizes(4, 4, 6, 6, 3),
+        shared_experts=0,
+        router=SIGMOID,
     ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
