@@ -224,7 +224,6 @@ def test_kills_signals_and_flipped_bits(tmp_path, capsys):
     assert "WRONG" not in out
 
 
-@pytest.mark.newer
 def test_a_full_disk(copy, whole, tmp_path):
     """A separate file system without room for another checkpoint: a run does not begin.
 
@@ -442,7 +441,6 @@ def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):
     assert steps(whole.folder / "checkpoints") == [8, 12]
 
 
-@pytest.mark.newer
 def test_continues_on_another_mesh(whole, tmp_path):
     """The other mesh starts from the saved bits; losses, parameters and moments then agree within 1e-6 for four steps.
 
