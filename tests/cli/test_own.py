@@ -126,7 +126,6 @@ def refusal(*overrides, function=moezoo.compose):
     return str(caught.value)
 
 
-@pytest.mark.newer
 def test_trains_evaluates_and_resumes(console, small_run):
     """A run folder imports nothing: a command that continues or reads it names the strategy again, or another."""
     code, out, err = console("train", *small_run, f"dispatch={NAME}", "dispatch.label=first", "run_dir=run")

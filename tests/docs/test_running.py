@@ -1,16 +1,19 @@
 """`pytest -n 0 -m docs`: the commands of the pages run as they are written, in a folder that has what they name.
 
-Without the mark, those run with which a user begins to fine-tune a released model.
+Without the mark, those run with which a user begins to fine-tune a released model, in this process.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands_run import console as console
+from commands_run import signals_keep_their_effect as signals_keep_their_effect
 from pages import PAGES, ROOT, Block, read
 from workspace import add_runs, make_files
 
@@ -63,9 +66,13 @@ def programs(tmp_path_factory):
     return folder
 
 
-def test_a_released_model_is_fine_tuned(files, programs, tmp_path):
-    """In two steps of a tiny model."""
-    run("docs/released.md", read("docs/released.md").shell[0], files, programs, tmp_path / "here")
+def test_a_released_model_is_fine_tuned(files, console, tmp_path, monkeypatch):
+    """In two steps of a tiny model, in this process: tests/cli has commands in processes of their own."""
+    monkeypatch.chdir(shutil.copytree(files, tmp_path / "here"))
+    commands = read("docs/released.md").shell[0].script.replace("\\\n", " ").splitlines()
+    for program, *words in map(shlex.split, commands):
+        code, _, err = console(*words)
+        assert (program, code) == ("moezoo", 0), f"{words}: {err}"
 
 
 @pytest.mark.docs

@@ -172,7 +172,7 @@ MESHES = [
     ("deepseek", {"fsdp": 2, "expert": 4}, "capacity", "fsdp_ep", 4),
     ("window", {"fsdp": 4}, "ring", "pure_fsdp", 4),
     ("window", {"fsdp": 2, "tensor": 4}, "ring", "tensor", 4),
-    ("deepseek", {"expert": 4, "tensor": 2}, "ragged", "tensor", 1),
+    pytest.param("deepseek", {"expert": 4, "tensor": 2}, "ragged", "tensor", 1, marks=pytest.mark.weekly),
 ]
 
 

@@ -213,6 +213,7 @@ def plant(error: str, patch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("error", ERRORS | ERRORS_OF_GRADIENTS)
 def test_a_planted_error_is_seen(error, monkeypatch):
     plant(error, monkeypatch)

@@ -81,8 +81,8 @@ def check(found: list[float], wanted: list[float], most: int, rounding: float) -
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize(
     "kernels",
-    [("hopper", "reference"), ("hopper_persistent", "reference"), ("blocked", "hopper")],
-    ids=["experts", "experts by programs that stay", "attention"],
+    [("hopper", "reference"), ("hopper_persistent", "hopper")],
+    ids=["experts", "experts by programs that stay, and attention"],
 )
 def test_steps_of_training(kernels):
     """Kernels run inside the step's shard_map and scan. Sums of a few roundings differ."""

@@ -98,7 +98,7 @@ def gated_loop(sizes: Any, cotangent: Any, activation: Any, *parameters: Any) ->
     ("activation", "keep", "biases"),
     [
         (SWIGLU, "products", False),
-        (SWIGLU, "inputs", False),
+        pytest.param(SWIGLU, "inputs", False, marks=pytest.mark.weekly),
         (SWIGLU, "products", True),
         (ClampedSwiGLU(1.5, 30.0), "inputs", True),
         (lambda gate, up: jnp.tanh(gate) * (up + 1) + 0.5, "inputs", False),
@@ -165,7 +165,7 @@ def routed_loop(ids: np.ndarray, cotangent: Any, activation: Any, *parameters: A
 @pytest.mark.parametrize(
     ("chip", "keep", "biases"),
     [
-        ("hopper", "products", False),
+        pytest.param("hopper", "products", False, marks=pytest.mark.weekly),
         ("hopper", "products", True),
         ("hopper", "inputs", False),
         ("blackwell", "inputs", False),
@@ -259,6 +259,7 @@ ERRORS = ("the tail is the last group", "a group begins a row late", "a task is 
 OF_GRADIENTS = "rows are masked by multiplication"
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("error", "chip"),
     [(None, "hopper"), *((error, "hopper") for error in (*ERRORS, OF_GRADIENTS)), (BLACKWELL, "blackwell")],

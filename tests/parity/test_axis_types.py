@@ -89,7 +89,9 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.weekly if case is CASES[2] else ()) for case in CASES], ids=str
+)
 def test_steps_are_the_same_programs(case):
     steps = [traced(case, types) for types in TYPES]
     auto, explicit = (collective_traffic(step.jaxpr) for step in steps)

@@ -109,7 +109,7 @@ def compare(setup: Setup) -> Agreement:
 
 # Every family and bounded strategy, and the rule sets that differ most. The other setups run with `-m full`.
 SELECTED = [
-    Setup("deepseek", "ragged", "fsdp2_ep4", "replicated"),
+    pytest.param(Setup("deepseek", "ragged", "fsdp2_ep4", "replicated"), marks=pytest.mark.weekly),
     Setup("mixtral", "capacity", "fsdp2_ep2_context2", "cp_as_ep"),
     pytest.param(Setup("grouped", "ring", "fsdp2_ep4", "ep_as_cp"), marks=pytest.mark.weekly),
     pytest.param(Setup("olmoe", "ragged", "fsdp2_ep2_context2", "shard_exp_on_fsdp"), marks=pytest.mark.weekly),

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from refusals import refused
 
 import moezoo
@@ -110,7 +109,6 @@ def shapes(rules: str, mesh: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.newer
 def test_a_checkpoint_of_any_layout_loads_in_others(tmp_path):
     """Every array, with moments and experts, is equal to the bit on every device. Its numbers are all different.
 

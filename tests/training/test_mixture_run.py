@@ -34,7 +34,6 @@ def overrides(tiny) -> list[str]:
     return [each for each in tiny if not each.startswith("data")] + [*ONE_DEVICE, *SOURCES]
 
 
-@pytest.mark.newer
 def test_a_mixture_resumed_in_the_middle(overrides, capsys, monkeypatch):
     monkeypatch.setattr(PackedEpochs, "warnings", lambda self: ["much is lost"])
     words = (*overrides, "steps=6", "eval_every=0", "checkpoint_every=4")

@@ -32,7 +32,6 @@ def store(tmp_path):
         yield store
 
 
-@pytest.mark.newer
 def test_a_run_in_a_store_is_that_on_a_disk(tiny, store, tmp_path, monkeypatch):
     """Also stopped, and continued by the same command, over a checkpoint that is not complete."""
     disk = moezoo.train(moezoo.compose(*tiny, *RUN, f"run_dir=file://{tmp_path}/disk"))
@@ -104,7 +103,6 @@ def test_a_missing_library_is_named(monkeypatch):
         moezoo.load_run("gs://bucket/run")
 
 
-@pytest.mark.newer
 def test_rows_are_there_before_their_checkpoint(tiny, store, monkeypatch):
     """A run that is killed after a save has every row until then."""
     save, found = Checkpoints.save, {}

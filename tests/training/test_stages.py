@@ -14,7 +14,6 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.newer
 def test_a_run_goes_on_with_other_stages(tiny, here):
     """A run on a mesh with stages, a run without that continues it, and one that was never on stages."""
     common = (*tiny, "model.layers=5", "log_every=1", "checkpoint_every=2", "eval_every=2")

@@ -224,7 +224,6 @@ def test_kills_signals_and_flipped_bits(tmp_path, capsys):
     assert "WRONG" not in out
 
 
-@pytest.mark.newer
 def test_a_full_disk(copy, whole, tmp_path):
     """A separate file system without room for another checkpoint: a run does not begin.
 
@@ -315,7 +314,6 @@ def test_the_reason_of_a_failed_save_is_not_cut_off(tmp_path, monkeypatch, numbe
         checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
 
 
-@pytest.mark.newer
 def test_few_open_files_and_small_files(tiny, tmp_path):
     """The reason stands somewhere in a long line of a library, which names the file first."""
     code = """
@@ -442,7 +440,6 @@ def test_continues_elsewhere_and_from_an_older_step(whole, tmp_path):
     assert steps(whole.folder / "checkpoints") == [8, 12]
 
 
-@pytest.mark.newer
 def test_continues_on_another_mesh(whole, tmp_path):
     """The other mesh starts from the saved bits; losses, parameters and moments then agree within 1e-6 for four steps.
 

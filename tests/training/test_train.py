@@ -146,7 +146,6 @@ def test_mesh_dispatch_and_remat_change_rounding_only(run, tiny, tmp_path):
     assert continued.evaluation.loss == pytest.approx(run.evaluation.loss, rel=1e-4)
 
 
-@pytest.mark.newer
 def test_repeated_in_two_parts_it_is_bit_equal(run, tiny, tmp_path, capsys):
     """Ten steps to their end, then more in the same folder; only what changes is set, and it is printed."""
     common = (*tiny, "mesh=ep8", "eval_every=8")

@@ -11,6 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 # Three of twelve steps are run, up to their row.
 COMMAND = (
@@ -74,6 +76,7 @@ def test_a_pipeline_of_four_stages(tmp_path):
     assert any("done in" in line for line in lines)
 
 
+@pytest.mark.weekly
 def test_the_deepest_mixtures_of_axes():
     lines = run_under_load("-c", MIXTURES, until="losses")
     assert lines[-1].split() == ["losses", *["True"] * 15], lines
