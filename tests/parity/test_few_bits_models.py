@@ -72,6 +72,7 @@ def paths_of(model: Any) -> list[str]:
 def stored_model(family: str = "deepseek") -> Any:
     """Return a tiny model, most of whose weights have few bits."""
     sizes = _SIZES if family == "deepseek" else {"embed": 80, "expert_mlp": 48, "layers": 2, "mlp_layers": ()}
+    sizes = sizes | ({"shared_mlp": 64} if family == "qwen3_5" else {})
     return jax.jit(with_containers)(build_model(config(family, **sizes), key=jax.random.key(3)))
 
 

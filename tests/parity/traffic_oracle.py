@@ -83,7 +83,7 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
                 attention(mixes, run, block.shapes, trains, tokens, hops)
-            feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, tokens, sizes)
+            feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, trains, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
     logits(part("head", "FB"), run, tokens, sizes, learns, any(a.learns for a in final if a.role == "scale"))
@@ -320,10 +320,10 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
 # MLPs and experts: docs/appendix/collectives.md, "Over tensor"; docs/dispatch.md, "What each one moves"
 
 
-def feed_forward(book: Book, run: Run, shapes: Shapes, tokens: int, sizes: Any) -> None:
+def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, sizes: Any) -> None:
     """Book the sums over devices that share a width, and the exchange of tokens between experts."""
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
-    if "feed_forward.shared.token_gate" in shapes:  # whole
+    if "feed_forward.shared.token_gate" in trains:  # whole
         book("B", "psum", width, sizes.embed, run.reduce_width)
     # Of the backward pass only a norm after the layer needs its result.
     book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width)
