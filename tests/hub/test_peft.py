@@ -57,6 +57,7 @@ READ = {
     "olmoe": ("attention", "*.experts.down"),
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
+    "next plain": ("attention", "experts"),
 }
 
 
@@ -138,6 +139,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("mixtral", ("*.experts.gate", "*.experts.up"), "ignored"),
         ("olmoe", ("*.experts.gate",), "Cannot convert"),
         ("gpt_oss", ("experts",), "not found in the base model"),
+        ("qwen3.5", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
     ],
