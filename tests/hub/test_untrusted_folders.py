@@ -303,7 +303,8 @@ def test_an_attention_factor_is_written_and_read_again():
 def test_older_keys_of_rotary_positions_mean_the_same():
     """`rope_scaling` and `rope_theta` at the top, in the spelling of the first releases."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("qwen3", "v2", "v3")}
-    for config in [*PLAIN.values(), *longer.values()]:
+    rotated = [config for config in PLAIN.values() if hasattr(config, "rope_base")]
+    for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         rope = keys.pop("rope_parameters")
         older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
@@ -315,7 +316,8 @@ def test_older_keys_of_rotary_positions_mean_the_same():
 def test_older_keys_of_rotary_positions_are_written_too():
     """They alone are as much, so that transformers 4 finds everything."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("glm", "qwen3", "v2", "v3")}
-    for config in [*PLAIN.values(), *longer.values()]:
+    rotated = [config for config in PLAIN.values() if hasattr(config, "rope_base")]
+    for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         assert keys.pop("rope_parameters").keys() - {"rope_type"} <= keys.keys() | (keys["rope_scaling"] or {}).keys()
         assert config_of(keys) == config

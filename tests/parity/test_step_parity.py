@@ -165,6 +165,7 @@ def test_oracle_depends_on_every_setting_of_deepseek():
     settings, parameters = oracle_family("deepseek", "batch"), parameters_of("deepseek", model("deepseek"))
     assert isinstance(settings, DeepSeek)
     rope, choice = settings.rope, settings.choice
+    assert rope is not None
     others = {
         "bias": replace(settings, bias=settings.bias / 2),
         "groups": replace(settings, choice=replace(choice, groups=1, kept_groups=1)),
