@@ -226,11 +226,11 @@ def test_a_long_list_of_keys_is_cut(tmp_path):
     mixtral => {} => mixtral knows all of its keys, which does not make it the same model; docs/model_types.md
     v3.2 => {} => deepseek_v32 knows all of its keys
     gpt_oss => {} => gpt_oss knows all of its keys
+    qwen3.5 => {} => qwen3_5_moe_text knows all of its keys
     qwen3 => {"linear_dim": 8, "linear_heads": [1, 2]}
         => it is a model of its own: qwen3_moe knows most of its keys, but not linear_dim, linear_heads; docs
-    qwen3 => {"shared_expert_intermediate_size": 64, "hidden_act": "gelu"}
-        => it is a model of its own: qwen3_moe knows most of its keys, has no hidden_act=gelu,
-        shared_expert_intermediate_size=64; docs
+    qwen3 => {"mlp_bias": true, "hidden_act": "gelu"}
+        => it is a model of its own: qwen3_moe knows most of its keys, has no hidden_act=gelu, mlp_bias=true; docs
     qwen3 => {"num_experts": null, "num_experts_per_tok": null} => moezoo finds no experts in its keys, and
     qwen3 => {"num_experts": {"a": 1}, "rope_parameters": [1], "hidden_size": "x"} => qwen3_moe knows all of its keys
     qwen3 => {"text_config": {"num_experts": 4, "window": 3}} => valid: deepseek_v2

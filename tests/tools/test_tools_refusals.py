@@ -25,7 +25,7 @@ def _runs():
     few = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     other = moe | {"num_experts": 4, "moe_intermediate_size": 8, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
     other |= {"model_type": "foo_moe", "router_heads": 2, "stem_kernel": 3, "mlp_bias": True}
-    del other["num_local_experts"], other["intermediate_size"]
+    del other["num_local_experts"], other["hidden_size"]
     written = {"moe": moe, "dense": sizes | {"model_type": "mistral"}, "other": other, "nvfp4": moe | few}
     for name, keys in written.items():
         Path(f"{name}.json").write_text(json.dumps(keys))
@@ -88,7 +88,7 @@ def _runs():
     sharding folder=moe.json --against folder=b => b: no config.json
     sharding folder=moe.json --against flder=b => flder: there is no key 'flder'; did you mean 'folder'?
     sharding folder=other.json => other.json: unknown model_type 'foo_moe'; it is a model of its own: qwen3_moe
-        knows most of its keys, but not router_heads, stem_kernel, and has no mlp_bias=true, and needs intermediate_size
+        knows most of its keys, but not router_heads, stem_kernel, and has no mlp_bias=true, and needs hidden_size
     sharding folder=nvfp4.json execution.param_dtype=stored
         => few bits cannot be kept: model.layers.0.self_attn.q_proj.weight is in the format nvfp4 of ModelOpt
     plan topology=v5p:2x2x2 folder=nowhere --estimate => folder=nowhere: there is no such folder
