@@ -3,13 +3,15 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from peer_results import load, torch
-from tiny_models import mixtral, qwen3
+from tiny_models import kimi_linear, mixtral, qwen3, qwen35
 
 import moezoo
 from moezoo.data import Batch
@@ -25,7 +27,9 @@ class Case(NamedTuple):
     - `frozen`: parts of transformers' names of what is not trained;
     - `cosine`: warm-up of one step, then a half cosine; else one rate;
     - `balance`: the coefficient of the load-balance loss, as transformers defines it: over all layers together, and the
-      number of experts per token times ours. So one layer is needed to compare.
+      number of experts per token times ours. So one layer is needed to compare;
+    - `changes`: settings that no folder has;
+    - `documents`: whether rows have two documents, which transformers' recurrent layers do not tell apart.
     """
 
     config: Any
@@ -33,13 +37,17 @@ class Case(NamedTuple):
     frozen: tuple[str, ...] = ()
     cosine: bool = False
     balance: float = 0.0
+    documents: bool = True
+    changes: Mapping[str, Any] = MappingProxyType({})
 
 
+_CONSTANT = ("mesh=single", "schedule=constant", "schedule.warmup_steps=0")
 CASES = {
     "mixtral, load balance": Case(
         mixtral(layers=1, load_balance=0.04),
-        ("mesh=single", "schedule=constant", "schedule.warmup_steps=0"),
+        _CONSTANT,
         balance=0.02,
+        documents=False,
     ),
     "qwen3": Case(
         qwen3(layers=2, mlp_layers=(), load_balance=0.0), ("mesh=single", "schedule.warmup_steps=1"), cosine=True
@@ -54,7 +62,17 @@ CASES = {
         ),
         frozen=(".experts.", "embed_tokens", "o_proj", "input_layernorm"),
     ),
+    "qwen3.5": Case(qwen35(load_balance=0.0), _CONSTANT, documents=False),
+    # In transformers choice biases stay as they are.
+    "kimi linear": Case(
+        kimi_linear(),
+        _CONSTANT,
+        documents=False,
+        changes={"load_balance": 0.0, "router": dataclasses.replace(kimi_linear().router, bias_rate=0.0)},
+    ),
 }
+# What decays of matrices in PyTorch by its number of dimensions, and multiplies no activations.
+_NO_MATRIX = ("embed_tokens", "conv1d", "A_log")
 
 
 def batches(documents: bool) -> list[Batch]:
@@ -78,7 +96,7 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     for name, parameter in theirs.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.frozen))
         if parameter.requires_grad:
-            is_matrix = parameter.ndim > 1 and "embed_tokens" not in name
+            is_matrix = parameter.ndim > 1 and not any(part in name for part in _NO_MATRIX)
             (decays if is_matrix else others).append(parameter)
     groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON)
@@ -105,19 +123,22 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     return losses, norms
 
 
-@pytest.mark.parametrize("name", CASES)
+# Kimi Linear's parts are in the steps of the parity suite and in the gradients of its tiny models.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name == "kimi linear")) for name in CASES]
+)
 def test_five_steps(save, name):
     case = CASES[name]
-    folder, given = save(case.config).folder, batches(documents=not case.balance)
+    folder, given = save(case.config).folder, batches(case.documents)
     rule = dict(learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY, clip_norm=CLIP)
     words = [f"optimizer.{key}={value}" for key, value in rule.items()]
     sizes = (f"steps={STEPS}", f"batch_size={ROWS}", f"seq_len={SEQ}", "dispatch=gather")
     cfg = moezoo.compose(*case.words, *words, *sizes)
-    cfg = dataclasses.replace(cfg, model=dataclasses.replace(case.config, z_loss=0.0))
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(case.config, z_loss=0.0, **case.changes))
     execution = moezoo.execution(cfg)
     step = build_step(cfg, execution)
     loaded = moezoo.from_pretrained(folder, execution, "float32")
-    # A folder does not have the coefficient of the z-loss; the step's model has that of the case.
+    # A folder does not have the coefficient of the z-loss, among others; the step's model has that of the case.
     model = jax.tree.unflatten(jax.tree.structure(step.arguments[0].model), jax.tree.leaves(loaded))
     state = build_state(cfg, execution, step, model)
     run, feed, losses, norms = step.compile(), step.feed(), [], []
