@@ -3,15 +3,29 @@
 import jax
 
 from moezoo.errors import UserError, describe_class
-from moezoo.models import deepseek, deepseek_hub, gpt_oss, grouped, grouped_hub, mixtral, olmoe
+from moezoo.models import (
+    deepseek,
+    deepseek_hub,
+    gemma4,
+    gemma4_hub,
+    gpt_oss,
+    grouped,
+    grouped_hub,
+    mixtral,
+    olmoe,
+    qwen3_5,
+    qwen3_5_hub,
+)
 from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.family import MADE, Family, alike
+from moezoo.models.gemma4 import Gemma4Config
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
+from moezoo.models.qwen3_5 import Qwen35Config
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
@@ -19,7 +33,9 @@ Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HU
 Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
 Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB, grouped_hub.DENSE_HUB)
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss)}
+Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
+Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
+FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, Gemma4)}
 
 
 def families() -> list[Family]:

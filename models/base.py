@@ -72,6 +72,7 @@ class Unembedding(eqx.Module):
         vocab: int,
         *,
         epsilon: float,
+        around_one: bool = False,
         cast_last: bool = False,
         std: float,
         tied: bool = False,
@@ -79,7 +80,7 @@ class Unembedding(eqx.Module):
         dtype: jnp.dtype,
         key: Array,
     ):
-        self.norm = RMSNorm(embed, epsilon, cast_last=cast_last, dtype=dtype)
+        self.norm = RMSNorm(embed, epsilon, around_one=around_one, cast_last=cast_last, dtype=dtype)
         self.weight = None if tied else normal(key, (embed, vocab), std, dtype)
         self.table, self.cap = None, cap
 

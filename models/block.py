@@ -59,12 +59,12 @@ class Block(eqx.Module):
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
         with jax.named_scope("feed_forward"):
             given = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            fed = self.feed_forward(given, context, execution)
-            y = fed.leave(execution.inner_group("mlp"))
+            y, sums, _ = self.feed_forward(given, context, execution)
+            y = y if self.feed_forward.is_whole else execution.inner_group("mlp").leave(y)
             x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
         if self.scale is not None:
             x = x * self.scale.astype(x.dtype)[None, None]
-        return LayerOutput(x, fed.sums, out.kept)
+        return LayerOutput(x, sums, out.kept)
 
     @property
     def moe(self) -> MoE | None:

@@ -129,4 +129,4 @@ def make_block(kind: Literal["dense", "moe"], c: DeepSeekConfig, dtype: jnp.dtyp
     )
     if kind == "dense":
         return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
-    return block(c, dtype, attention, mixture(c, dtype, others, c.router, c.shared_experts))
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp))

@@ -115,4 +115,4 @@ def make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, 
     attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
     if kind == "mlp":
         return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
-    return block(c, dtype, attention, mixture(c, dtype, others, c.router, c.shared_experts))
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp))

@@ -136,6 +136,11 @@ class MoE(FeedForward):
     shared: MLP | None = None
     norms: BranchNorms | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether norms after experts and shared MLP have needed the sums over devices."""
+        return self.norms is not None
+
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
     ) -> FeedForwardOutput:
@@ -170,7 +175,7 @@ class MoE(FeedForward):
             assert shared is not None, "norms are of experts and a shared MLP"
             routed = inner.leave(routed)
             y = norms.after_experts(routed) + norms.after_shared(inner.leave(shared))
-            return FeedForwardOutput(y, sums, routed, is_whole=True)
+            return FeedForwardOutput(y, sums, routed)
         return FeedForwardOutput(routed if shared is None else routed + shared, sums, routed)
 
     def after_step(self, load: Array) -> "MoE":

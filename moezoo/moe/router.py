@@ -134,7 +134,7 @@ class Router(eqx.Module):
         """
         c, num_experts = self.choice, self.weight.shape[1]
         if self.input_scale is not None:
-            x = normalise(x, self.input_epsilon) * self.input_scale.astype(x.dtype)
+            x = normalise(x, self.input_epsilon) * self.input_scale.astype(x.dtype)[None, None]
             x = (x.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         logits = project(x, self.weight, dtype=jnp.float32)
         if self.bias is not None:
@@ -159,7 +159,8 @@ class Router(eqx.Module):
             gates = gates / (jnp.maximum(total, c.least_sum) if c.least_sum else total + 1e-20)
         gates = gates * c.scale
         if self.expert_scale is not None:
-            gates = gates * jnp.where(is_chosen, self.expert_scale.astype(jnp.float32), 0).sum(-1)
+            scales = self.expert_scale.astype(jnp.float32)[None, None, None]
+            gates = gates * jnp.where(is_chosen, scales, 0).sum(-1)
 
         counted = valid[..., None]
         assignment = Assignment(

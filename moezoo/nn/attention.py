@@ -55,7 +55,7 @@ class Attention(Mixer):
     | field | meaning |
     |---|---|
     | `query_norm`, `key_norm` | norms over each head or over the whole projection (`norm_over`) |
-    | `*_bias` | biases of the four projections, or of all but `out` (`biases`) |
+    | `*_bias` | biases of all projections, or of all but `out` (`biases`) |
     | `sinks` | a score per head, of a value of zero, that every query sees (Xiao et al., 2024, arXiv:2309.17453) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `value` | None where values are what keys are projected to (`values_from`) |
@@ -78,6 +78,7 @@ class Attention(Mixer):
     out_bias: Bias[Array, "embed"] | None
     sinks: Bias[Array, "heads"] | None
     gate: Weight[Array, "embed -> heads head_dim"] | None
+    gate_bias: Bias[Array, "heads head_dim"] | None
     rotary: Rotary = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
@@ -130,9 +131,10 @@ class Attention(Mixer):
         if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
         self.sinks = jnp.zeros((heads,), dtype) if sinks else None
-        self.gate = None
+        self.gate = self.gate_bias = None
         if gated:
             self.gate = normal(jax.random.fold_in(key, 0), (embed, heads, head_dim), std, dtype)
+            self.gate_bias = None if biases == "none" else jnp.zeros((heads, head_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
         self.value_epsilon, self.scale = norm_eps if norm_values else None, scale
 
@@ -162,7 +164,8 @@ class Attention(Mixer):
             y = attend_whole(q, k, v, BothCoordinates(context.queries, past.keys), scoring)
         y = rearrange(y, "b s k g h -> b s (k g) h")
         if self.gate is not None:
-            y = y * jax.nn.sigmoid(project(x, self.gate))
+            gate = project(x, self.gate)
+            y = y * jax.nn.sigmoid(gate if self.gate_bias is None else gate + self.gate_bias[None, None])
         y = project(y, self.out, inputs=2)
         return MixerOutput(y, kept, self.out_bias)
 

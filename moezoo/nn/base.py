@@ -86,35 +86,33 @@ class FeedForwardOutput(NamedTuple):
     """What a feed-forward part returns.
 
     Attributes:
-        y: The partial result of this device's part of the width. `leave` sums it over the devices that share the width.
+        y: The partial result of this device's part of the width; where the part `is_whole`, the result.
         sums: The routing sums of a mixture.
         routed: What the routed experts of a mixture add, before a norm.
-        is_whole: Whether `y` is the sum already.
     """
 
     y: Float[Array, "batch seq embed"]
     sums: PyTree = None
     routed: Float[Array, "batch seq embed"] | None = None
-    is_whole: bool = False
-
-    def leave(self, group: InnerGroup) -> Float[Array, "batch seq embed"]:
-        """Return the result of the whole width: one psum over the `group` that shares it, unless `y` is that."""
-        return self.y if self.is_whole else group.leave(self.y)
 
 
 class FeedForward(eqx.Module):
     """A function of each token alone: an MLP or a mixture of experts.
 
     Its width may be split over devices (`execution.inner_group("mlp")`). An implementation casts activations with
-    `enter` where they meet weights that are split, and returns its partial result. The caller sums. A part that
-    normalises results sums them itself, since a norm needs the sum.
+    `enter` where they meet weights that are split, and returns its partial result. The caller sums.
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether results are summed already, as a norm after them needs."""
+        return False
 
     @abc.abstractmethod
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
     ) -> FeedForwardOutput:
-        """Return the result of this device's part of the width.
+        """Return the partial result of this device's part of the width.
 
         At padding (`context.queries.segment` 0) results are not used and nothing is counted.
         """

@@ -34,6 +34,7 @@ from moezoo.nn.split_text import SplitText
 from moezoo.parallel.axes import Bias, Scale, Weight
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.mesh_execution import MeshExecution
+from moezoo.typed import Size, check_fields
 
 # Below the root of the norms of queries and keys.
 _TINY = 1e-6
@@ -41,19 +42,27 @@ _TINY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class DeltaSizes:
-    """Sizes of a mixer by the delta rule: heads of keys and of values, their dimensions, and the convolution's taps."""
+    """Sizes of a mixer by the delta rule: heads of keys and of values, their dimensions, and the convolution's taps.
 
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int = 4
+    Queries have the heads of keys.
+
+    Raises:
+        UserError: A value has a wrong type, a number is out of its range, or `key_heads` does not divide `value_heads`.
+    """
+
+    key_heads: Size = 2
+    value_heads: Size = 4
+    key_dim: Size = 32
+    value_dim: Size = 32
+    taps: Size = 4
 
     def __post_init__(self):
+        check_fields("model.delta", self)
         if self.value_heads % self.key_heads:
             raise UserError(
-                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each key head serves "
-                f"as many value heads; choose a multiple of {self.key_heads}"
+                f"model.delta.value_heads={self.value_heads} is not a multiple of "
+                f"model.delta.key_heads={self.key_heads}: each key head serves as many value heads; choose a multiple "
+                f"of {self.key_heads}"
             )
 
 

@@ -12,7 +12,15 @@ from safetensors.numpy import save_file
 
 import moezoo
 from moezoo.hub.tensors import tensors
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, family_of
+from moezoo.models import (
+    DeepSeekConfig,
+    Gemma4Config,
+    GptOssConfig,
+    GroupedConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    family_of,
+)
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
@@ -76,6 +84,13 @@ def mistral4(**changes: Any) -> DeepSeekConfig:
     router = Choice(groups=4, kept_groups=2, group_score="sum_of_top2", scale=1.5)
     scale = QueryScale(beta=0.7, length=8)
     return deepseek_v3(**{"router": router, "query_scale": scale, "yarn": replace(YARN, length=8), **changes})
+
+
+def gemma4(**changes: Any) -> Gemma4Config:
+    """Return a tiny Gemma 4 whose first layer of two has a window, and whose cap bends some logits."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
+    rope = {"rope_base": 100.0, "full_rope_base": 100.0}
+    return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
 
 
 CONFIGS = {
@@ -146,6 +161,11 @@ CONFIGS = {
         yarn=Yarn(),
         shared_experts=2,
     ),
+    "gemma4": gemma4(),
+    "gemma4 own values": gemma4(
+        layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
+    ),
+    "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -161,6 +181,7 @@ PLAIN: dict[str, Any] = {
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
     "mistral4": mistral4(),
+    "gemma4": gemma4(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
 
 

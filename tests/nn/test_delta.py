@@ -233,7 +233,7 @@ def test_short_convolution(taps, has_bias, activates):
 
 
 def test_refusals():
-    with refused("value_heads=6 is not a multiple of key_heads=4", "choose a multiple of 4"):
+    with refused("model.delta.value_heads=6 is not a multiple of model.delta.key_heads=4", "choose a multiple of 4"):
         DeltaSizes(4, 6, 8, 8)
     rules = Rules("mine", {}, {}, (), ("context",))
     mesh = make_mesh(MeshShape(context=4))

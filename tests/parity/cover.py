@@ -38,7 +38,15 @@ import moezoo
 from moezoo.config.overrides import CONF, groups
 from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
-from moezoo.models import DeepSeekConfig, GptOssConfig, GroupedConfig, MixtralConfig, OlmoeConfig, build_model
+from moezoo.models import (
+    DeepSeekConfig,
+    GptOssConfig,
+    GroupedConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen35Config,
+    build_model,
+)
 from moezoo.models.blueprint import Blueprint
 from moezoo.moe.dispatch import STRATEGIES
 from moezoo.nn.context_parallel import CONTEXT_PARALLEL
@@ -90,6 +98,10 @@ _OLMOE |= {"router": {"gates": "scores"}}
 # The limit clamps some of the numbers in the experts of nearly every token.
 _GPT_OSS = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "yarn": _YARN}
 _GPT_OSS |= {"swiglu_limit": 1.0}
+# A layer of each mixer; each of two key heads serves two value heads.
+_QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
+_QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5}, "rotary_dims": 4}
+_QWEN3_5 |= {"shared_mlp": 10}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -102,7 +114,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -114,6 +126,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
+    "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -130,7 +143,7 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
-    names = [name for name in ("yarn", "router", "query_scale") if name in values]
+    names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]
     sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
     return config_class(**{**values, **sections})
 
