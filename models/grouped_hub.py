@@ -17,7 +17,7 @@ What differs most is where the types keep which layers have an MLP instead of ex
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from moezoo.errors import UserError
@@ -115,7 +115,7 @@ def _write_interval(config: GroupedConfig) -> dict[str, Any]:
     return {"moe_layer_interval": config.moe_every, **ends}
 
 
-_BY_LIST = _which_have_experts(
+BY_LIST = _which_have_experts(
     "decoder_sparse_step mlp_only_layers",
     _read_mlp_only_layers,
     lambda c: {"decoder_sparse_step": c.moe_every, "mlp_only_layers": list(c.mlp_layers)},
@@ -136,8 +136,12 @@ def _first_have_mlps(default: int) -> Settings:
     )
 
 
-def _heads_and_rope(
-    base: float = 1e4, size: int | None = None, share: float | None = None, key: str = "partial_rotary_factor"
+def heads_and_rope(
+    base: float = 1e4,
+    size: int | None = None,
+    share: float | None = None,
+    key: str = "partial_rotary_factor",
+    others: Iterable[str] = (),
 ) -> Settings:
     """Return the settings of heads and of rotary positions.
 
@@ -146,13 +150,14 @@ def _heads_and_rope(
         size: The size of a head where no key has it; None: `embed` / heads.
         share: The rotated share of a head where no key has it; None: heads are rotated whole, and no share is written.
         key: The key of the rotated part: of its share, or `rotary_dim` of its dimensions, as in MiniMax-M2.
+        others: Keys of the table of rotary settings that change nothing.
     """
 
     def read(config: ConfigJson, found: Found) -> Found:
         head = found["head_dim"]
         dims = config.read(key, int | None, None) if key == "rotary_dim" else None
         given = share if dims is None else dims / head
-        rope_base, yarn, part = read_rope(config, found["max_length"], ("default", "yarn"), base, given)
+        rope_base, yarn, part = read_rope(config, found["max_length"], ("default", "yarn"), base, given, others)
         if not 0 < part <= 1:
             raise UserError(f"config.json: partial_rotary_factor={part}: expected a number above 0 and at most 1")
         rotated = int(head * part)
@@ -256,8 +261,8 @@ _TYPES = {
     "qwen3_moe": ModelType(
         "Qwen3Moe",
         # transformers reads both names of the experts, and its newer versions write the first.
-        common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | _BY_LIST,
-        _heads_and_rope() | {"window": _WINDOW},
+        common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | BY_LIST,
+        heads_and_rope() | {"window": _WINDOW},
         USUAL,
         # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
         {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
@@ -273,7 +278,7 @@ _TYPES = {
             "loss": fixed({"load_balance": 0.0001, "load_balance_over": "sequence"}),  # of all released, by their paper
         }
         | _first_have_mlps(1),
-        _heads_and_rope(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},
+        heads_and_rope(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},
         USUAL,
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         _MTP,
@@ -290,7 +295,7 @@ _TYPES = {
             # No layer has an MLP; where a width is asked for, it is that of experts.
             "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
         },
-        _heads_and_rope(5e6, 128, 1.0, "rotary_dim")
+        heads_and_rope(5e6, 128, 1.0, "rotary_dim")
         | {"rotary_dim": Part(write=lambda c: {"rotary_dim": c.rotary_dims or c.head_dim})},
         BLOCK_SPARSE,
         {"router_jitter_noise": (0,), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",)}
@@ -314,7 +319,7 @@ _TYPES = {
         }
         | _BIAS
         | _BY_TYPE,
-        _heads_and_rope(11_158_840.0, 128),
+        heads_and_rope(11_158_840.0, 128),
         change(
             USUAL,
             *rows(f"{MOE}router.", MLP, "weight=router.gate.weight choice_bias=expert_bias"),
@@ -328,7 +333,7 @@ _TYPES = {
     "dots1": ModelType(
         "Dots1",
         _like_deepseek_v3(2048, null=1) | _GATES | _BIAS | _first_have_mlps(0),  # published with null for one group
-        _heads_and_rope() | {"window": _WINDOW_BY_LAYER},
+        heads_and_rope() | {"window": _WINDOW_BY_LAYER},
         USUAL,
         {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
         "use_sliding_window aux_loss_alpha seq_aux ep_size",  # transformers reads none
@@ -346,7 +351,7 @@ _TYPES = {
             "fixed": fixed({"norm_over": "nothing", "rope_pairs": "interleaved", "router.choice_bias": "learned"}),
         }
         | _BY_INTERVAL,
-        _heads_and_rope(5e5),
+        heads_and_rope(5e5),
         change(USUAL, *rows(f"{MOE}router.", f"{MLP}moe_statics.", "choice_bias=e_score_correction_bias", "row")),
         {"use_bias": (False,), "use_moe": (True,), "use_rmsnorm": (True,), "moe_use_aux_free": (True,)}
         | {"moe_gate": ("topk", "topk_fused"), "compression_ratio": (1,), "hidden_dropout_prob": (0,)},
@@ -366,26 +371,34 @@ def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
 
 # What a folder does not hold, and what is written in another form: by layers, and by a share.
 _NOT_COMPARED = ("load_balance", "load_balance_over", "z_loss", "mlp", "moe_every", "mlp_layers", "rotary_dims")
+_NOT_COMPARED += ("attention_every", "attention_layers")
 
 
-def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
-    """Raise `UserError` where the folder of a configuration would describe another model."""
-    shared = _TYPES[config.model_type].settings.get("shared_experts")
-    if isinstance(shared, Key) and shared.least > config.shared_experts:
-        raise UserError(f"model.shared_experts=0: {config.model_type} in transformers always has some; set at least 1")
+def check_same(
+    hub: Hub, kinds: Callable[[Any], Sequence[Sequence[Hashable]]], config: Any, mapping: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` where `mapping`, which was made of a configuration, describes another model.
 
-    def comparable(c: GroupedConfig) -> dict[str, Any]:
+    Args:
+        hub: The family's mapping.
+        kinds: The kinds of layers of a configuration; those without experts are or contain "mlp".
+        config: A configuration with a router and an MLP, as `GroupedConfig` has them.
+        mapping: A config.json.
+    """
+
+    def comparable(c: Any) -> dict[str, Any]:
         found = {name: value for name, value in vars(c).items() if name not in _NOT_COMPARED}
         router = vars(found.pop("router")) | {"bias_rate": None}
         router |= {"group_score": None} if c.router.groups == 1 else {}  # of one group nothing is chosen
         if c.yarn.is_plain:
             found["yarn"] = Yarn()
-        if "mlp" in kinds(c)[0]:
+        layers: Any = kinds(c)[0]
+        if any("mlp" in kind for kind in layers):
             found["mlp"] = c.mlp
         found |= {f"router.{name}": value for name, value in router.items()}
-        return found | {"rotary_dims": c.rotary_dims or c.head_dim, "mlp_layers": kinds(c)[0]}
+        return found | {"rotary_dims": c.rotary_dims or c.head_dim, "mlp_layers": layers}
 
-    read = HUB.read(GroupedConfig, mapping)
+    read = hub.read(type(config), mapping)
     wanted, found = comparable(config), comparable(read)
     for name, value in found.items():
         if wanted.get(name) != value:
@@ -395,6 +408,14 @@ def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
                 f"model.{name}={ours}: a {config.model_type} folder of it would be read as {theirs}; change "
                 f"model.{name} or model.model_type"
             )
+
+
+def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
+    """Raise `UserError` where the folder of a configuration would describe another model."""
+    shared = _TYPES[config.model_type].settings.get("shared_experts")
+    if isinstance(shared, Key) and shared.least > config.shared_experts:
+        raise UserError(f"model.shared_experts=0: {config.model_type} in transformers always has some; set at least 1")
+    check_same(HUB, kinds, config, mapping)
 
 
 HUB = Hub(_ABOUT, _TYPES, lambda config: config.model_type, _check, find_unused)
@@ -407,7 +428,7 @@ DENSE_HUB = Hub(
             | common_dense(32768, kv_heads=32)
             | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
             | _BIAS,
-            _heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
+            heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
             DENSE,
         )
     },

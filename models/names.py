@@ -9,32 +9,46 @@ from typing import Literal, NamedTuple
 # transposed: the same as [experts, inputs, outputs].
 # alternating: those of all experts with our dimensions, [experts, inputs, outputs]. Arrays that are joined alternate
 #     along the last dimension: gate 0, up 0, gate 1, up 1, and so on.
-Layout = Literal["plain", "row", "of_experts", "transposed", "alternating"]
+# flat: weights [inputs, *outputs] as [outputs, inputs]. All outputs of one array come before those of the next; in a
+#     row with `groups`, those of one group of all arrays before those of the next group.
+# filters: the same of convolutions [taps, *channels], as [channels, 1, taps].
+Layout = Literal["plain", "row", "flat", "filters", "of_experts", "transposed", "alternating"]
 
 
 class Row(NamedTuple):
-    """The arrays at the paths `ours`, joined along their last dimension, are the tensor `name`.
+    """The arrays at the paths `ours` are the tensor `name`, joined along their last dimension if no layout differs.
 
     In a row with `{layer}`, and perhaps `{expert}`, in its name paths start at the block, in others at the model. A row
     whose arrays a model does not have counts for nothing. In one without `{expert}` for arrays of experts the tensor is
     that of one expert, which all others are copies of.
+
+    Attributes:
+        ours: The paths.
+        name: The name.
+        layout: How the tensor holds the arrays.
+        beside: A path. The row counts only where there is an array, for blocks in which others have the paths `ours`.
+        groups: For `flat`: the path of an array of which the first output dimension has an index per group.
     """
 
     ours: tuple[str, ...]
     name: str
     layout: Layout = "plain"
+    beside: str = ""
+    groups: str = ""
 
 
 Rows = tuple[Row, ...]
 
 
-def rows(ours: str, theirs: str, names: str, layout: Layout = "plain") -> Rows:
+def rows(ours: str, theirs: str, names: str, layout: Layout = "plain", *, beside: str = "", groups: str = "") -> Rows:
     """Return a row for each `path=name` in `names`, of an array below `ours` and a tensor below `theirs`.
 
-    Paths of arrays that are joined have a `+` in between.
+    Paths of arrays that are joined have a `+` in between. `beside` and `groups` are paths below `ours` too.
     """
     pairs = (pair.split("=") for pair in names.split())
-    return tuple(Row(tuple(ours + path for path in paths.split("+")), theirs + name, layout) for paths, name in pairs)
+    below = lambda path: path and ours + path  # noqa: E731
+    further = layout, below(beside), below(groups)
+    return tuple(Row(tuple(map(below, paths.split("+"))), theirs + name, *further) for paths, name in pairs)
 
 
 def change(common: Rows, *others: Row) -> Rows:

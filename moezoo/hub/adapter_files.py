@@ -196,7 +196,7 @@ def places(model: Any, hub: Hub) -> Iterator[Tensor]:
     for tensor in tensors(model, hub):
         if tensor.axes.role is not Role.WEIGHT:
             continue
-        if tensor.layout == "plain":
+        if tensor.layout in ("plain", "flat"):
             yield dataclasses.replace(tensor, name=tensor.name.removesuffix(".weight"))
             continue
         above = tensor.name.rpartition(".")[0]
@@ -397,17 +397,14 @@ def _module(name: str) -> str:
 
 def _split(place: Tensor, a: np.ndarray, b: np.ndarray, where: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the matrices [*inputs, rank] and [rank, *outputs] of each part of a place."""
-    cut, last = place.split[1], [shape[-1] for shape in place.shapes]
-    inputs, outputs = place.shapes[0][:cut], place.shapes[0][cut:-1]
     rank, (rows, columns) = len(a), place.shape
     if (a.shape[1], b.shape[0]) != (columns, rows) or b.shape[1] != rank:
         raise UserError(
             f"{where}: {place.name} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [rank, "
             f"{columns}] and [{rows}, rank] for this model; the adapter is for another one"
         )
-    whole_a = np.ascontiguousarray(a.T).reshape(*inputs, rank)
-    whole_b = np.ascontiguousarray(b.T).reshape(rank, *outputs, sum(last))
-    bs = np.split(whole_b, np.cumsum(last)[:-1], axis=-1)
+    whole_a = np.ascontiguousarray(a.T).reshape(*place.shapes[0][: place.split[1]], rank)
+    bs = [np.ascontiguousarray(b.T)[:, place.places(part)] for part in range(len(place.parts))]
     count = len(bs)
     if count > 1 and rank % count == 0:  # a block of ranks for each part, as `save_adapter` writes them
         size = rank // count

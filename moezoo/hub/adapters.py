@@ -161,16 +161,15 @@ class _Adapted(NamedTuple):
 
     def _read_b(self, place: Tensor, process: int) -> np.ndarray | None:
         """Return lora_B of a module on `process`: each pair has its own columns and rows."""
-        blocks, first, rank = [], 0, self.ranks[place.name]
-        for (path, index), shape in zip(place.parts, place.shapes, strict=True):
-            blocks.append(np.zeros((rank, *shape[place.split[1] :]), np.float32))
+        first, whole = 0, np.zeros((place.shape[0], self.ranks[place.name]), np.float32)
+        for part, (path, index) in enumerate(place.parts):
             if (pair := self.pairs.get(path)) is not None:
                 if (b := fetch(pair.b, index, process)) is not None:
                     factor = np.float32(pair.scale / self.scales[place.name])
-                    blocks[-1][first : first + pair.rank] = b.astype(np.float32) * factor
+                    rows = b.astype(np.float32).reshape(pair.rank, -1).T * factor
+                    whole[place.places(part).reshape(-1), first : first + pair.rank] = rows
                 first += pair.rank
-        whole = np.concatenate(blocks, axis=-1).reshape(rank, -1)
-        return np.ascontiguousarray(whole.T) if process == jax.process_index() else None
+        return whole if process == jax.process_index() else None
 
     @property
     def usual(self) -> tuple[int, float]:

@@ -62,14 +62,22 @@ class _Place(NamedTuple):
     Attributes:
         part: The number of the part.
         index: The index of the part's layer and expert among the numbers of `target`.
-        box: The box of the part that the target holds.
+        box: A box of the part, a box of the tensor too, that the target holds.
+        first: Where in the part all that the target holds begins.
         target: The numbers of devices.
     """
 
     part: int
     index: tuple[int, ...]
     box: Box
+    first: tuple[int, ...]
     target: Target
+
+    @classmethod
+    def cells(cls, tensor: Tensor, part: int, index: tuple[int, ...], box: Box, target: Target) -> "Iterator[_Place]":
+        """Yield those of all that the target holds."""
+        first = tuple(start for start, _ in box)
+        return (cls(part, index, cell, first, target) for cell in tensor.cells(part, box))
 
 
 def _places(tensor: Tensor, arrays: Mapping[str, Boxes]) -> list[_Place]:
@@ -79,18 +87,18 @@ def _places(tensor: Tensor, arrays: Mapping[str, Boxes]) -> list[_Place]:
         for box, target in arrays[path].boxes.items() if path in arrays else ():
             if all(start <= i < end for i, (start, end) in zip(index, box, strict=False)):
                 own = tuple(i - start for i, (start, _) in zip(index, box, strict=False))
-                found.append(_Place(part, own, box[len(index) :], target))
+                found.extend(_Place.cells(tensor, part, own, box[len(index) :], target))
     return found
 
 
 def _write(tensor: Tensor, region: Region, numbers: np.ndarray, places: Iterable[_Place]) -> bool:
     """Write what a region of a tensor holds to all places; return whether the numbers fit."""
     fit = True
-    for part, index, box, target in places:
+    for part, index, box, first, target in places:
         if found := region.find(tensor.in_file(part, box)):
             inside, where = found
             ours = tensor.in_part(part, inside)
-            at = (*index, *(start - first for (start, _), (first, _) in zip(ours, box, strict=True)))
+            at = (*index, *(start - begin for (start, _), begin in zip(ours, first, strict=True)))
             with np.errstate(over="ignore"):  # What a dtype cannot hold becomes infinite, which is reported.
                 fit &= target.write(tensor.from_file(numbers[where]), at)
     return fit
@@ -153,7 +161,11 @@ class Holding(abc.ABC):
     def read(self, dtype: np.dtype) -> np.ndarray:
         """Return `plain`. A number too large for `dtype` becomes infinite."""
         parts = [OnHost(shape, dtype) for shape in self.tensor.shapes]
-        places = [_Place(i, (), tuple((0, n) for n in part.numbers.shape), part) for i, part in enumerate(parts)]
+        places = [
+            place
+            for i, part in enumerate(parts)
+            for place in _Place.cells(self.tensor, i, (), tuple((0, n) for n in part.numbers.shape), part)
+        ]
         for piece in self._pieces(places):
             for part in piece.cut(2**22):
                 part.read()
@@ -324,7 +336,7 @@ class FewBits(Holding):
     ) -> bool:
         del region  # all of it, once
         grid, lead = scales.read(), len(self.few.lead)
-        for (_, index, box, target), (of_rows, of_columns) in found:
+        for (_, index, box, _, target), (of_rows, of_columns) in found:
             some = grid[slice(*box[0])] if lead else grid[0]
             values = some[..., of_rows.reshape(-1)[:, None], of_columns.reshape(-1)].swapaxes(-1, -2)
             values = np.ascontiguousarray(values).reshape(*some.shape[:lead], *of_columns.shape, *of_rows.shape)

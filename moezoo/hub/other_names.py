@@ -65,12 +65,13 @@ class Outer(NamedTuple):
     tied: bool = False
 
 
+_FOR_IMAGES = "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
 NESTED = {
     "kimi_k25": Outer(
         (INSIDE, BESIDE, _BLOCKS),
         ("vision_tower.", "mm_projector."),
-        "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id projection_hidden_size "
-        "projection_layer_norm_eps media_placeholder_token_id video_placeholder use_unified_vision_chunk ignore_index",
+        f"{_FOR_IMAGES} projection_hidden_size projection_layer_norm_eps media_placeholder_token_id video_placeholder "
+        "use_unified_vision_chunk ignore_index",
     ),
     "mistral3": Outer(
         (INSIDE, BESIDE),
@@ -85,6 +86,8 @@ NESTED = {
         "boa_token_id eoa_token_id eoa_token_index initializer_range vision_soft_tokens_per_image",
         tied=True,
     ),
+    # Layers for multi-token prediction are beside both models.
+    "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
 }
 
 

@@ -9,6 +9,7 @@ The family's file has rows of names. Shapes follow from our annotations, which n
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -35,7 +36,8 @@ class Tensor:
         parts: For each part, the path of our array and the index of its layer and expert, if it has them. Parts are
             joined along the last dimension.
         axes: The axes of one part, without the indexed dimensions.
-        shapes: The shape of each part. In all layouts but `plain` and `row` a part is that of all experts.
+        shapes: The shape of each part. In the layouts `of_experts`, `transposed` and those that alternate a part is
+            that of all experts.
         layout: The layout of its row, or `alternating_outputs`, which weights of few bits have instead of
             `alternating`: [experts, outputs, inputs], in which outputs of the parts alternate.
     """
@@ -66,7 +68,7 @@ class Tensor:
     @property
     def split(self) -> tuple[int, int]:
         """Where inputs and outputs of a weight begin among its dimensions."""
-        first = 0 if self.layout in ("plain", "row") else 1
+        first = 1 if self.layout in ("of_experts", "alternating_outputs", *_AS_OURS) else 0
         return first, first + len(self.axes.inputs)
 
     @property
@@ -126,6 +128,102 @@ class Tensor:
         at = self._alternates_at
         return (numbers if at is None else numbers.squeeze(at)).transpose(self.order)
 
+    def cells(self, part: int, box: Box) -> Iterator[Box]:
+        """Yield boxes that make up a box of a part, each of which is a box of the tensor too."""
+        del part
+        yield box
+
+    def places(self, part: int) -> np.ndarray:
+        """Return which of the outputs in the file, counted over all dimensions, each output of a part is [*outputs]."""
+        outputs = self.shapes[part][self.split[1] :]
+        if self._alternates_at is not None:
+            return np.arange(math.prod(outputs) * len(self.parts)).reshape(*outputs, -1)[..., part]
+        rows = np.arange(math.prod(self._joined[self.split[1] :])).reshape(*outputs[:-1], -1)
+        before = sum(shape[-1] for shape in self.shapes[:part])
+        return rows[..., before : before + outputs[-1]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatTensor(Tensor):
+    """A tensor in the layout `flat` or `filters`. In a file it has `dims` [groups, outputs of a group, *inputs].
+
+    `groups`: the equal groups that the outputs of each part are in.
+    """
+
+    groups: int = 1
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Where inputs and outputs of a weight, or taps and channels of filters, begin among its dimensions."""
+        return 0, 1 if self.layout == "filters" else len(self.axes.inputs)
+
+    @property
+    def _sizes(self) -> list[int]:
+        """The outputs of each part in a group."""
+        return [math.prod(shape[self.split[1] :]) // self.groups for shape in self.shapes]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in a file."""
+        groups, outputs, *inputs = self.dims
+        return (groups * outputs, *(1,) * (self.layout == "filters"), math.prod(inputs))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape in a file before some of its dimensions are flattened into one."""
+        return (self.groups, sum(self._sizes), *self.shapes[0][: self.split[1]])
+
+    def cells(self, part: int, box: Box) -> Iterator[Box]:
+        """Yield boxes of neighbours along the last output dimension, in one group each."""
+        cut, of_last, size = self.split[1], self.shapes[part][-1], self._sizes[part]
+        for at in itertools.product(*(range(*interval) for interval in box[cut:-1])):
+            before = self._number(part, at) * of_last
+            first, end = (before + x for x in box[-1])
+            ends = [first, *range((first // size + 1) * size, end, size), end]
+            for start, stop in itertools.pairwise(ends):
+                yield (*box[:cut], *((i, i + 1) for i in at), (start - before, stop - before))
+
+    def _number(self, part: int, at: tuple[int, ...]) -> int:
+        """Return the number of an index of the output dimensions but the last."""
+        return int(np.ravel_multi_index(at, self.shapes[part][self.split[1] : -1])) if at else 0
+
+    def in_file(self, part: int, box: Box) -> Box:
+        """Return where a cell of a part lies in the tensor, of shape `dims`."""
+        cut, sizes, (first, end) = self.split[1], self._sizes, box[-1]
+        number = self._number(part, tuple(start for start, _ in box[cut:-1])) * self.shapes[part][-1] + first
+        group, place = divmod(number, sizes[part])
+        place += sum(sizes[:part])
+        return ((group, group + 1), (place, place + end - first), *box[:cut])
+
+    def in_part(self, part: int, box: Box) -> Box:
+        """Return where a box of the tensor, inside a cell, lies in a part: the inverse of `in_file`."""
+        (group, _), (first, end), *inputs = box
+        number = group * self._sizes[part] + first - sum(self._sizes[:part])
+        before, start = divmod(number, self.shapes[part][-1])
+        outer = self.shapes[part][self.split[1] : -1]
+        at = np.unravel_index(before, outer) if outer else ()
+        return (*inputs, *((int(i), int(i) + 1) for i in at), (start, start + end - first))
+
+    def from_file(self, numbers: np.ndarray) -> np.ndarray:
+        """Return numbers of a part, which were read as a box inside a cell, with our dimensions."""
+        _, outputs, *inputs = numbers.shape
+        outer = (1,) * (len(self.shapes[0]) - self.split[1] - 1)
+        return np.moveaxis(numbers[0], 0, -1).reshape(*inputs, *outer, outputs)
+
+    def places(self, part: int) -> np.ndarray:
+        """Return which of the outputs in the file, counted over all groups, each output of a part is [*outputs]."""
+        first, (groups, outputs, *_) = sum(self._sizes[:part]), self.dims
+        rows = np.arange(groups * outputs).reshape(groups, outputs)[:, first : first + self._sizes[part]]
+        return rows.reshape(self.shapes[part][self.split[1] :])
+
+    def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Join our arrays into the tensor."""
+        whole = np.empty((self.shape[0], self.shape[-1]), parts[0].dtype)
+        for part, array in enumerate(parts):
+            places = self.places(part).reshape(-1)
+            whole[places] = array.reshape(-1, len(places)).T
+        return whole.reshape(self.shape)
+
 
 def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
     """Yield every tensor in a folder of `model`, which may hold shapes in place of arrays."""
@@ -135,7 +233,8 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
         below, number, at = ("", None, ()) if layer is None else (f"{layer.path}.", layer.number, (layer.index,))
         for row in rows:
             paths = [f"{below}{path}" for path in row.ours]
-            if ("{layer}" in row.name) != (layer is not None) or paths[0] not in table:
+            needed = (paths[0], f"{below}{row.beside}") if row.beside else paths[:1]
+            if ("{layer}" in row.name) != (layer is not None) or not all(path in table for path in needed):
                 continue
             axes, shape = table[paths[0]]
             apart = () if row.layout in ("of_experts", *_AS_OURS) else axes.stacked[1:]
@@ -144,7 +243,13 @@ def tensors(model: Any, hub: Hub) -> Iterator[Tensor]:
             for index in np.ndindex(sizes):
                 name = row.name.format(layer=number, **dict(zip(apart, index, strict=True)))
                 parts = tuple((path, (*at, *index)) for path in paths)
-                yield Tensor(name, parts, dataclasses.replace(axes, stacked=()), shapes, row.layout)
+                about = name, parts, dataclasses.replace(axes, stacked=()), shapes, row.layout
+                if row.layout not in ("flat", "filters"):
+                    yield Tensor(*about)
+                    continue
+                by = row.groups and below + row.groups
+                outputs = table[by][1][len(at) + len(table[by][0].inputs) :] if by else (1,)
+                yield FlatTensor(*about, outputs[0])
 
 
 def arrays_by_path(model: Any) -> dict[str, Any]:

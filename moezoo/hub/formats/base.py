@@ -64,7 +64,7 @@ class Format(abc.ABC):
     PER_ITEM: ClassVar[int] = 1
     SCALE_KINDS: ClassVar[tuple[str, ...]]
     SCALE_DTYPE: ClassVar[np.dtype]
-    LAYOUTS: ClassVar[tuple[str, ...]] = ("plain",)
+    LAYOUTS: ClassVar[tuple[str, ...]] = ("plain", "flat")
     MULTIPLE: ClassVar[int] = 1
     ROUNDS: ClassVar[bool] = False
     OF_EXPERTS: ClassVar[bool] = False
@@ -217,14 +217,9 @@ class FewBitTensor:
 
     def part_blocks(self, part: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each output [*outputs] and of each input [*inputs] of a part."""
-        t, (first, cut) = self.tensor, self.tensor.split
-        inputs, outputs, (rows, columns) = t.shapes[part][first:cut], t.shapes[part][cut:], self.matrix
-        if t.layout == "alternating_outputs":
-            of_rows = np.arange(rows).reshape(*outputs, len(t.parts))[..., part]
-        else:
-            before = sum(shape[-1] for shape in t.shapes[:part])
-            of_rows = np.arange(rows).reshape(*outputs[:-1], -1)[..., before : before + outputs[-1]]
-        return of_rows // self.block[0], np.arange(columns).reshape(inputs) // self.block[1]
+        first, cut = self.tensor.split
+        columns = np.arange(self.matrix[1]).reshape(self.tensor.shapes[part][first:cut])
+        return self.tensor.places(part) // self.block[0], columns // self.block[1]
 
     def piece_blocks(self, part: int, shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, np.ndarray]:
         """Return the block along outputs [*outputs] and along inputs [*inputs] of each piece of a part in a box.

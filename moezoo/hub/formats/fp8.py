@@ -32,7 +32,7 @@ class FP8Blocks(Format):
     KIND = "F8_E4M3"
     SCALE_KINDS = ("F32", "BF16", "F8_E8M0", "U8")
     SCALE_DTYPE = np.dtype(np.float32)
-    LAYOUTS = ("plain", "of_experts")
+    LAYOUTS = ("plain", "flat", "of_experts")
     ROUNDS = True
 
     @classmethod
