@@ -40,6 +40,7 @@ from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import (
     DeepSeekConfig,
+    Gemma4Config,
     GptOssConfig,
     GroupedConfig,
     MixtralConfig,
@@ -102,6 +103,9 @@ _GPT_OSS |= {"swiglu_limit": 1.0}
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
+# A layer with a window and one without, whose heads have one size: the oracle stacks them. The cap bends most logits.
+_GEMMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "mlp": 20}
+_GEMMA4 |= {"full_kv_heads": 2, "full_head_dim": 8, "full_rope_base": 50.0, "full_rope_share": 0.5, "logit_cap": 2.0}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -114,7 +118,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config
+Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | Qwen35Config | Gemma4Config
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -127,6 +131,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
+    "gemma4": (Gemma4Config, _GEMMA4, 3),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -140,7 +145,9 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     """Return the configuration of a tiny model."""
     config_class, sizes, _ = _FAMILY_SETTINGS[family]
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
-    if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
+    if not values.get(
+        "tied_embeddings", config_class().tied_embeddings
+    ):  # large logits, so that gradients of layers are large
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
     names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]

@@ -283,9 +283,11 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
 def feed_forward(book: Book, run: Run, shapes: Shapes, tokens: int, sizes: Any) -> None:
     """Book the sums over devices that share a width, and the exchange of tokens between experts."""
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
+    # Experts and the MLP beside them, where each has norms of its own.
+    parts = 1 + ("feed_forward.norms.after_experts.scale" in shapes)
     # Of the backward pass only a norm after the layer needs its result.
-    book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width)
-    book("B", "psum", width, tokens * sizes.embed, run.width)  # the gradient of tokens
+    book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width, parts)
+    book("B", "psum", width, tokens * sizes.embed, run.width, parts)  # the gradient of tokens
     if "feed_forward.router.weight" in shapes:
         book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
         chunks = min(run.strategy.chunks, tokens)
