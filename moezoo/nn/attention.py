@@ -178,6 +178,11 @@ class Attention(Mixer):
         slots = length if self.window is None else min(length, self.window)
         return Slots.declare(slots, KeyValue(**self.shared_sizes()))
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Return those of keys and values, which are equal."""
+        return self.key.shape[-1], self.key.shape[-1]
+
     def shared_sizes(self) -> dict[str, Any]:
         """Return the sizes of keys and values."""
         *_, kv_heads, head_dim = self.key.shape

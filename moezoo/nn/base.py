@@ -74,6 +74,14 @@ class Mixer(eqx.Module):
         The module may hold shapes instead of arrays, and its arrays may be those of a stack.
         """
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """The numbers of a head's query and of its value, where queries meet keys; zeros where none do.
+
+        The module is as for `state`.
+        """
+        return 0, 0
+
     def shared_sizes(self) -> Mapping[str, Mapping[str, int]]:
         """Return what each token makes for the others of its document: name -> sizes of its dimensions by logical axis.
 

@@ -156,7 +156,10 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
     skips = ", ".join([*_windows(stacks), "documents in order"])
     experts = [getattr(block.feed_forward, "experts", None) for stack in stacks for block in stack.blocks]
     product = grouped_matmul.chosen_backend(target, names.grouped_matmul, dtype, experts)
-    own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype, in_parts=on_ring)
+    own = dict[str, int]()  # each backend of attention, and the narrowest heads that take it
+    for width in sorted({max(block.attention.head_sizes) for stack in stacks for block in stack.blocks} - {0}):
+        given: Any = {"dtype": dtype, "in_parts": on_ring, "width": width}
+        own.setdefault(attention.chosen_backend(target, queries, keys, names.attention, **given), width)
 
     def line(kernel: str, backend: str, reasons: Sequence[str], *others: str) -> str:
         who = f"set by execution.{kernel} on " * bool(getattr(names, kernel))
@@ -165,7 +168,16 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
 
     return [
         line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype)),
-        line("attention", own, attention.reasons(own, target, names.attention, dtype, on_ring), skips),
+        *(
+            line(
+                "attention",
+                name,
+                attention.reasons(name, target, names.attention, dtype, on_ring, width),
+                skips,
+                *[f"heads of {width}"] * (len(own) > 1),
+            )
+            for name, width in own.items()
+        ),
     ]
 
 

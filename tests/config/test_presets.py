@@ -14,7 +14,8 @@ from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
-# Trained values of the released checkpoints, without choice biases and layers of multi-token prediction.
+# Trained values of the released checkpoints, without choice biases, layers of multi-token prediction and, of Gemma 4, one
+# number per layer.
 TOTALS = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
@@ -32,6 +33,7 @@ TOTALS = {
     "glm4_5_air": 106_852_245_504,
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
+    "gemma4_26b_a4b": 25_233_141_760,
 }
 
 
@@ -40,7 +42,9 @@ def configuration(name):
     return compose(f"model={name}")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", *TOTALS])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "gemma4", *TOTALS]
+)
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)
     shapes = Blueprint(cfg.model).shapes

@@ -62,6 +62,8 @@ _MODELS = {
     "ernie4_5_moe": ("", "ERNIE 4.5"),
     "qwen3": ("Qwen3-0.6B, 1.7B, 8B and 32B", "others"),
     "gpt_oss": ("gpt-oss-20b, 120b", ""),
+    "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
+    "gemma4_text": ("the same", ""),
 }
 _LISTED = """
 ## What is ignored

@@ -131,7 +131,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 3),
-    "gemma4": (Gemma4Config, _GEMMA4, 3),
+    "gemma4": (Gemma4Config, _GEMMA4, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -194,6 +194,8 @@ def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
             if i == 0:
                 bias[0, UNUSED] = -8
             router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(bias, jnp.float32))
+        if router.input_scale is not None:  # larger logits, of which fewer are nearly tied
+            router = eqx.tree_at(lambda r: r.input_scale, router, 12 * router.input_scale)
         changed.append(router)
     return eqx.tree_at(lambda m: [m.embedding.weight, *routers(m)], result, [embedding, *changed])
 

@@ -188,8 +188,7 @@ class _Device:
         if self.call != "decode":
             padding = self.cfg.seq_len / self.program.length  # prompts have more tokens than attend
             heads = self.cfg.model.heads // self.execution.inner_group("heads").size
-            pair = 2 * heads * self.cfg.model.dims_of_a_pair  # FLOPs of a query and a key that it sees
-            seen = [pair * keys for keys in _seen(self.cfg, self.model)]
+            seen = [2 * heads * dims for dims in _seen(self.cfg, self.model)]  # FLOPs per query
             whole, ticks = ([n * per for n, per in zip(part, seen, strict=True)] for part in (self.whole, self.ticks))
             reached = sum(each for each, learns in zip(whole, self.reached, strict=True) if learns)
             run_again = sum(each for each, learns in zip(ticks, self.reached, strict=True) if learns)
@@ -288,11 +287,15 @@ def _flops(one: Equation) -> float:
 
 
 def _seen(cfg: TrainConfig, model: Any) -> list[float]:
-    """Return the keys per query, itself included: for each stack the mean over queries, summed over a period."""
+    """Return the multiplications per query and head with the keys and values that it sees, itself included.
+
+    They are, for each stack, the mean over queries, summed over a period.
+    """
     seen = []
     for stack in model.stacks:
-        windows = [block.attention.state(cfg.seq_len).num_slots for block in stack.blocks]
-        seen.append(sum(w - w * (w - 1) / 2 / cfg.seq_len for w in windows))
+        attends = [block.attention for block in stack.blocks if any(block.attention.head_sizes)]
+        windows = [(mixer.state(cfg.seq_len).num_slots, sum(mixer.head_sizes)) for mixer in attends]
+        seen.append(sum(dims * (w - w * (w - 1) / 2 / cfg.seq_len) for w, dims in windows))
     return seen
 
 
@@ -306,6 +309,6 @@ def model_flops(cfg: TrainConfig) -> float:
     active = count_parameters(shapes, m.experts_per_token)[1] - sum(
         math.prod(shape) for _, axes, shape in parameter_table(shapes) if len({*axes.names} - {"layer"}) == 1
     )
-    seen = sum(stack.count * keys for stack, keys in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
-    attention = 2 * m.heads * m.dims_of_a_pair * seen
+    seen = sum(stack.count * dims for stack, dims in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
+    attention = 2 * m.heads * seen
     return 3.0 * tokens * (2 * (active - m.looked_up) + attention)
