@@ -193,8 +193,9 @@ def attend(
     | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
     | `splash` | the same, in kernels of JAX | on the chip | on TPUs from 128 queries and keys |
 
-    `hopper` takes operands in bfloat16 and heads of at most 256, `splash` those and float32; both take keys whose order
-    is known (`Operands.seen`). Where an execution names only such backends, one query, as in decoding, takes the default.
+    `hopper` takes operands in bfloat16 and heads of at most 256, `splash` operands in bfloat16 and float32; both take
+    keys whose order is known (`Operands.seen`). Where an execution names only such backends, one query, as in decoding,
+    takes the default.
 
     Args:
         operands: Queries, keys, values, their coordinates, and the window.

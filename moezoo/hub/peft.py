@@ -17,7 +17,7 @@ _TOGETHER: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe"), _PROJ),
 }
 # The types whose experts it does not put together, with the modules that transformers names in another way.
-_APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None}
+_APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None, "gemma4_text": None}
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 

@@ -14,8 +14,8 @@ from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
-# Trained values of the released checkpoints, without choice biases, layers of multi-token prediction and, of Gemma 4, one
-# number per layer.
+# Trained values of the released checkpoints, without choice biases, layers of multi-token prediction, and the scale of
+# each layer in Gemma 4.
 TOTALS = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
@@ -33,7 +33,7 @@ TOTALS = {
     "glm4_5_air": 106_852_245_504,
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
-    "gemma4_26b_a4b": 25_233_141_760,
+    "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
 

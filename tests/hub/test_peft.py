@@ -57,6 +57,7 @@ READ = {
     "olmoe": ("attention", "*.experts.down"),
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
+    "gemma4": ("attention", "shared", "*.router.weight"),
 }
 
 
@@ -101,6 +102,7 @@ def test_whole_weights_that_peft_writes(save, whole, tmp_path):
 MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),
+    "gemma4": ("experts",),
     "glm": ("mlp", "shared"),
 }
 
