@@ -66,9 +66,9 @@ def _read_mixers(config: ConfigJson, found: Found) -> Found:
     if types is None:
         return {"attention_every": every or 4, "attention_layers": None}
     listed = tuple(i for i, kind in enumerate(types) if kind == _FULL)
-    by_list = every or (listed[0] + 1 if listed else layers + 1)
-    if listed == tuple(range(by_list - 1, layers, by_list)):
-        return {"attention_every": by_list, "attention_layers": None}
+    for interval in (every,) if every else (4, *(i + 1 for i in listed[:1])):
+        if listed == tuple(range(interval - 1, layers, interval)):
+            return {"attention_every": interval, "attention_layers": None}
     if every is not None:
         raise UserError(f"config.json: {key}={every} contradicts layer_types={show(types)[:80]}; delete the wrong one")
     return {"attention_layers": listed}
@@ -99,7 +99,7 @@ def _type(architecture: str, model_type: str, delta: Rows, settings: Settings, o
     }
     # Positions in pictures, which are equal in texts, and further layers, which are not loaded.
     further = heads_and_rope(size=256, share=0.25, others=("mrope_section", "mrope_interleaved"))
-    unread = "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype"
+    unread = "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype intermediate_size"
     return ModelType(architecture, both | settings, further, layers((*_EITHER, *delta), _EXPERTS), only, unread)
 
 

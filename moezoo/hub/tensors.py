@@ -138,8 +138,8 @@ class Tensor:
         outputs = self.shapes[part][self.split[1] :]
         if self._alternates_at is not None:
             return np.arange(math.prod(outputs) * len(self.parts)).reshape(*outputs, -1)[..., part]
-        rows = np.arange(math.prod(self._joined[self.split[1] :])).reshape(*outputs[:-1], -1)
         before = sum(shape[-1] for shape in self.shapes[:part])
+        rows = np.arange(math.prod(self._joined[self.split[1] :])).reshape(*outputs[:-1], -1)
         return rows[..., before : before + outputs[-1]]
 
 

@@ -33,6 +33,10 @@ TOTALS = {
     "glm4_5_air": 106_852_245_504,
     "glm4_5": 352_797_814_784,
     "minimax_m2": 228_689_748_992,
+    "qwen3_next_80b_a3b": 79_674_391_296,
+    "qwen3_5_35b_a3b": 34_660_610_688,
+    "qwen3_5_122b_a10b": 122_111_526_912,
+    "qwen3_5_397b_a17b": 396_346_350_336,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
@@ -43,7 +47,7 @@ def configuration(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "gemma4", *TOTALS]
+    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "gemma4", *TOTALS]
 )
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)
@@ -78,6 +82,8 @@ UNUSED |= {f"llama3.{name}" for name in ("factor", "length", "low", "high")}
 QWEN3 = {"model_type", "shared_experts", "norm_over", "rotary_dims", "rope_pairs"}
 # What these sizes of DeepSeek do not have: sparse attention, and queries that are scaled by their position.
 NOT_HERE = {"index_topk", "index_pairs", "query_scale.beta", "query_scale.length"}
+# Every layer of Qwen3.5 has experts.
+QWEN3_5 = {"mlp"}
 
 
 def dotted(mapping, above=""):
@@ -93,7 +99,7 @@ def test_a_preset_lists_every_number_and_computes_in_bfloat16(name):
     family = preset["model"]["family"]
     missing = set(dotted(as_mapping(configuration(name))["model"])) - set(dotted(preset["model"]))
     unused = NOT_HERE if family == "deepseek" else UNUSED
-    assert missing <= NO_PAPER | unused | (QWEN3 if "qwen3" in name else set())
+    assert missing <= NO_PAPER | unused | (QWEN3_5 if "qwen3_5_" in name else QWEN3 if "qwen3" in name else set())
     cfg = configuration(name)
     assert type(cfg.model) is FAMILIES[family].config
     assert (cfg.execution.dtype, cfg.execution.param_dtype) == ("bfloat16", "float32")

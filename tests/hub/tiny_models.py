@@ -19,11 +19,13 @@ from moezoo.models import (
     GroupedConfig,
     MixtralConfig,
     OlmoeConfig,
+    Qwen35Config,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
+from moezoo.nn.delta import DeltaSizes
 from moezoo.nn.rotary import QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
@@ -91,6 +93,19 @@ def gemma4(**changes: Any) -> Gemma4Config:
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
     rope = {"rope_base": 100.0, "full_rope_base": 100.0}
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
+
+
+def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
+    """Return a tiny Qwen3.5 whose second layer attends. No two adjacent dimensions of a layer have the same size."""
+    sizes: dict[str, Any] = {"delta": DeltaSizes(key_heads, value_heads, 6, 5, taps), "layers": 2}
+    sizes |= {} if "attention_layers" in changes else {"attention_every": 2}
+    sizes |= {"kv_heads": 2, "head_dim": 8, "rotary_dims": 4, "shared_mlp": 10, "rope_base": 100.0}
+    return Qwen35Config(**{**SMALL, **sizes, **changes})
+
+
+def qwen3_next(*heads: int, **changes: Any) -> Qwen35Config:
+    """Return a tiny Qwen3-Next."""
+    return qwen35(*heads, **{"model_type": "qwen3_next", "mlp": 20, **changes})
 
 
 CONFIGS = {
@@ -169,6 +184,16 @@ CONFIGS = {
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
+    "qwen3.5": qwen35(),
+    "qwen3.5 attention first, tied": qwen35(2, 2, attention_layers=(0,), tied_embeddings=True),
+    "qwen3.5 biases": qwen35(
+        1, 4, 3, attention_bias="all", rotary_dims=None, yarn=replace(YARN, mscale=0.0, mscale_all=0.0)
+    ),
+    "qwen3.5 attention alone": qwen35(attention_every=1, kv_heads=4),
+    "next": qwen3_next(attention_bias="all", mlp_layers=(0,), router=Choice(gates="scores"), rotary_dims=6),
+    "next four heads, tied": qwen3_next(2, 8, 2, attention_layers=(0,), tied_embeddings=True),
+    "next equal heads": qwen3_next(3, 3, layers=4, moe_every=2, yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
+    "next plain": qwen3_next(),
 }
 
 # One of each kind of config.json.
@@ -181,6 +206,8 @@ PLAIN: dict[str, Any] = {
     "v3": deepseek_v3(),
     "v3.2": deepseek_v3(index_topk=8),
     "mistral4": mistral4(),
+    "qwen3.5": qwen35(),
+    "next": qwen3_next(),
     "gemma4": gemma4(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie")}
 

@@ -62,6 +62,9 @@ _MODELS = {
     "ernie4_5_moe": ("", "ERNIE 4.5"),
     "qwen3": ("Qwen3-0.6B, 1.7B, 8B and 32B", "others"),
     "gpt_oss": ("gpt-oss-20b, 120b", ""),
+    "qwen3_next": ("", "Qwen3-Next-80B-A3B"),
+    "qwen3_5_moe": ("Qwen3.5-122B-A10B", "Qwen3.5-35B-A3B and 397B-A17B, Qwen3.6-35B-A3B"),
+    "qwen3_5_moe_text": ("Qwen3.5-122B-A10B", "the same"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
 }
@@ -84,7 +87,7 @@ These keys are known to change nothing that moezoo computes. Every model type ig
 
 def render() -> str:
     """Return the page."""
-    lines = [_HEAD.strip().format(nested=" and ".join(f"`{kind}`" for kind in sorted(NESTED))), ""]
+    lines = [_HEAD.strip().format(nested=_code(sorted(NESTED))), ""]
     for name, family in FAMILIES.items():
         module = family.config.__module__.rpartition(".")[2]
         entries = {path.stem: path for path in sorted((CONF / "model").glob("*.yaml"))}

@@ -23,8 +23,15 @@ def test_initial_values(family):
     model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(0)))()
     first_numbers = []
     for (path, axes, shape), array in zip(parameter_table(model), jax.tree.leaves(model), strict=True):
+        if path.endswith(".decay.rate"):  # drawn evenly
+            assert 0.01 <= np.exp(array).min() < 4 < 8 < np.exp(array).max() <= 16
+            continue
+        if ".convolutions" in path:
+            assert abs(np.std(array) / (TRUNCATED * shape[1] ** -0.5) - 1) < 5 / math.sqrt(2 * array.size), path
+            continue
         if axes.role not in (Role.WEIGHT, Role.EMBEDDING):
-            assert np.unique(array).tolist() == [float(axes.role is Role.SCALE)], path
+            starts = axes.role is Role.SCALE and (".attention.norm" in path or not config.norms_around_one)
+            assert np.unique(array).tolist() == [float(starts or ".decay.bias" in path)], path
             continue
         stacked = len(axes.stacked)
         inputs = math.prod(shape[stacked : stacked + len(axes.inputs)])
