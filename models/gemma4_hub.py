@@ -68,6 +68,13 @@ def _read_heads(config: ConfigJson, found: Found) -> Found:
             f"layers of {_ALL}, and head_dim={usual[0]} and num_key_value_heads={usual[1]} for the others"
         )
     (own_size, own_number) = of_kind[_ALL].pop()
+    for key, own in (("global_head_dim", own_size), ("num_global_key_value_heads", own_number)):
+        counts = key == "global_head_dim" or found["full_values"] == "keys"
+        if counts and config.get(key) not in (None, own):
+            raise UserError(
+                f"config.json: {key}={config.get(key)} and per_layer_config, which has {own}, are one setting; delete "
+                "the wrong one"
+            )
     return {"full_head_dim": own_size, "full_kv_heads": own_number}
 
 

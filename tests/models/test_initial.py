@@ -31,7 +31,8 @@ def test_initial_values(family):
             continue
         if axes.role not in (Role.WEIGHT, Role.EMBEDDING):
             starts = axes.role is Role.SCALE and (".attention.norm" in path or not config.norms_around_one)
-            assert np.unique(array).tolist() == [float(starts or ".decay.bias" in path)], path
+            starts |= path.endswith((".decay.bias", "].scale"))
+            assert np.unique(array).tolist() == [float(starts)], path
             continue
         stacked = len(axes.stacked)
         inputs = math.prod(shape[stacked : stacked + len(axes.inputs)])

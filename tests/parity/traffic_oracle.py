@@ -292,12 +292,16 @@ def feed_forward(book: Book, run: Run, shapes: Shapes, tokens: int, sizes: Any) 
         book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        drops = [exchange(book, run, end - start, sizes) for start, end in pairwise(ends)]
+        drops = [exchange(book, run, end - start, sizes, normed) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
-    """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any."""
+def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> bool:
+    """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
+
+    `normed`: whether a norm reads the results, which it needs again for its gradient.
+    """
+    results = "FR" if normed else "F"
     group, devices, k, embed = run.experts, run.ways(run.experts), sizes.experts_per_token, sizes.embed
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
@@ -314,7 +318,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
     if run.name == "ring":
         book("FR", "all_gather", group, tokens * embed, run.width)  # tokens
         book("FR", "all_gather", group, tokens * 2 * k, FLOAT32)  # experts and gates
-        book("F", "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
+        book(results, "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
         book("B", "all_gather", group, tokens * embed, run.width)  # the gradients of these three
         book("B", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
@@ -324,7 +328,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
     elif run.name == "capacity":
         book("FRB", "all_to_all", group, rows * embed, run.width, 2)
     if replicated:
-        book("F", "all_gather", group, tokens * embed, run.width)  # the results of all shares
+        book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)
         book("B", "psum", group, devices * tokens * embed, run.width)  # the gradients of tokens and gates
         book("B", "psum", group, devices * tokens * k, FLOAT32)
