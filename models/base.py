@@ -94,9 +94,13 @@ class Unembedding(eqx.Module):
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
         """Return float32 logits."""
-        x, matrix = self.norm(hidden), self.matrix
-        logits = project_rows(x, matrix) if x.ndim == 2 else project(x, matrix, dtype=jnp.float32)
+        logits = self.before_cap(hidden)
         return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
+
+    def before_cap(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
+        """Return float32 logits as the product makes them."""
+        x, matrix = self.norm(hidden), self.matrix
+        return project_rows(x, matrix) if x.ndim == 2 else project(x, matrix, dtype=jnp.float32)
 
 
 class Output(NamedTuple):
