@@ -53,7 +53,7 @@ def rows(ours: str, theirs: str, names: str, layout: Layout = "plain", *, beside
 
 def change(common: Rows, *others: Row) -> Rows:
     """Return `common`, with `others` in place of the rows of the same arrays."""
-    return tuple({row.ours: row for row in (*common, *others)}.values())
+    return tuple({(row.ours, row.beside): row for row in (*common, *others)}.values())
 
 
 # What most folders have.

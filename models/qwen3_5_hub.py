@@ -103,7 +103,7 @@ def _type(architecture: str, model_type: str, delta: Rows, settings: Settings, o
     return ModelType(architecture, both | settings, further, layers((*_EITHER, *delta), _EXPERTS), only, unread)
 
 
-_GATED: Mapping[str, Any] = {"attn_output_gate": (True,)}
+_GATED: Mapping[str, Any] = {"attn_output_gate": (True,), "use_sliding_window": (False,)}
 _TYPES = {
     "qwen3_next": _type(
         "Qwen3Next",

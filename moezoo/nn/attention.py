@@ -133,7 +133,8 @@ class Attention(Mixer):
         self.sinks = jnp.zeros((heads,), dtype) if sinks else None
         self.gate = self.gate_bias = None
         if gated:
-            self.gate = normal(jax.random.fold_in(key, 0), (embed, heads, head_dim), std, dtype)
+            # Not one of `keys`, which are those of `fold_in` with 0 to 3.
+            self.gate = normal(jax.random.fold_in(key, 4), (embed, heads, head_dim), std, dtype)
             self.gate_bias = None if biases == "none" else jnp.zeros((heads, head_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
         self.value_epsilon, self.scale = norm_eps if norm_values else None, scale

@@ -87,7 +87,8 @@ class MLP(FeedForward):
         self.gate = normal(keys[0], (embed, mlp), embed**-0.5, dtype)
         self.up = normal(keys[1], (embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
-        self.token_gate = normal(jax.random.fold_in(key, 0), (embed, 1), embed**-0.5, dtype) if gated else None
+        # Not one of `keys`, which are those of `fold_in` with 0 to 2.
+        self.token_gate = normal(jax.random.fold_in(key, 3), (embed, 1), embed**-0.5, dtype) if gated else None
         self.activation = activation
 
     def __call__(

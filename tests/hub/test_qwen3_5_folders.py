@@ -61,7 +61,23 @@ def test_inside_a_model_for_images(tmp_path, packed):
     with pytest.warns(UserWarning, match="not loaded, for "):
         result = parity.compare(tmp_path / "ours")
     assert result.first is None, result
-    assert {"model.language_model.layers.1.linear_attn", "lm_head"} <= {row.theirs for row in result.rows}
+    found = {row.theirs.removeprefix("model.language_model.") for row in result.rows}
+    assert {"layers.0.linear_attn", "layers.0.linear_attn.in_proj_b", "layers.1.self_attn", "lm_head"} <= found
+
+
+def test_packed_documents_are_read_alone():
+    """By the whole model: convolutions, states and attention end with a document."""
+    model = random_model(qwen35())
+    tokens, lengths = np.random.default_rng(5).integers(0, 40, (1, 13)), (6, 1, 4)
+    segments, positions = np.zeros((2, 1, 13), np.int32)
+    alone, at = np.zeros((1, 13, 40), np.float32), 0
+    for number, length in enumerate(lengths, 1):
+        part = np.s_[:, at : at + length]
+        segments[part], positions[part] = number, np.arange(length)
+        alone[part] = model(tokens[part]).logits
+        at += length
+    packed = model(tokens, segments=segments, positions=positions).logits
+    np.testing.assert_allclose(packed[:, :at], alone[:, :at], rtol=0, atol=2e-5)
 
 
 def stored(model: Any, folder: Path) -> dict[str, np.ndarray]:

@@ -74,6 +74,17 @@ _GLM |= {"max_position_embeddings": 131072, "n_group": 1, "topk_group": 1, "n_sh
 _GLM |= {"norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8, "num_key_value_heads": 8}
 _GLM |= {"num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 1000000}
 _GLM |= {"vocab_size": 151552}
+_DELTA = {"attention_bias": False, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4}
+_DELTA |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+_DELTA |= {"linear_num_value_heads": 32, "max_position_embeddings": 262144, "mlp_only_layers": [], "hidden_size": 2048}
+_DELTA |= {"moe_intermediate_size": 512, "num_attention_heads": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-06}
+_DELTA |= {"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512}
+_QWEN3_5 = _DELTA | {"model_type": "qwen3_5_moe_text", "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+_QWEN3_5 |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "vocab_size": 248320}
+_QWEN3_5 |= {"num_experts": 256, "num_experts_per_tok": 8, "rope_parameters": {"mrope_interleaved": True}}
+_QWEN3_5["rope_parameters"] |= {"mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000}
+_QWEN3_5["rope_parameters"] |= {"partial_rotary_factor": 0.25}
+_PERIOD = ["linear_attention"] * 3 + ["full_attention"]
 
 # Preset -> the keys of its published config.json, without those of quantization.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -137,6 +148,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer"}
     | {"rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "use_mtp": True}
     | {"shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064},
+    "qwen3_next_80b_a3b": _DELTA
+    | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
+    | {"intermediate_size": 5120, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
+    | {"num_hidden_layers": 48, "output_router_logits": False, "partial_rotary_factor": 0.25, "rope_scaling": None}
+    | {"rope_theta": 10000000, "use_sliding_window": False, "vocab_size": 151936},
+    "qwen3_5_35b_a3b": _QWEN3_5 | {"num_hidden_layers": 40, "layer_types": _PERIOD * 10},
+    "qwen3_5_122b_a10b": _QWEN3_5
+    | {"hidden_size": 3072, "layer_types": _PERIOD * 12, "linear_num_value_heads": 64, "moe_intermediate_size": 1024}
+    | {"num_attention_heads": 32, "num_hidden_layers": 48, "shared_expert_intermediate_size": 1024},
+    "qwen3_5_397b_a17b": _QWEN3_5
+    | {"hidden_size": 4096, "layer_types": _PERIOD * 15, "linear_num_value_heads": 64, "moe_intermediate_size": 1024}
+    | {"num_attention_heads": 32, "num_hidden_layers": 60, "shared_expert_intermediate_size": 1024}
+    | {"num_experts": 512, "num_experts_per_tok": 10},
 }
 
 

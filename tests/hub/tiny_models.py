@@ -225,10 +225,17 @@ def write_zeros(folder: Path, name: str, **keys: Any) -> None:
     save_file({t.name: np.zeros(t.shape, np.float32) for t in names}, folder / "model.safetensors")
 
 
+def _slowed(path: Any, x: Any) -> Any:
+    return jnp.full_like(x, -0.5) if jax.tree_util.keystr(path).endswith(".decay.rate") else x
+
+
 def random_model(config):
-    """Return a model in which every array is random; norms are not one and biases are not zero."""
+    """Return a model in which every array is random; norms are not one and biases are not zero.
+
+    States of the delta rule decay slowly: sums of large decays would be rounded, in gradients to 5e-4.
+    """
     model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(1)))()  # one compilation instead of hundreds
     rng = np.random.default_rng(2)
-    leaves, structure = jax.tree.flatten(model)
+    leaves, structure = jax.tree.flatten(jax.tree_util.tree_map_with_path(_slowed, model))
     noisy = [np.asarray(x) + (0.1 + 0.1 * (x.ndim < 3)) * rng.standard_normal(x.shape, np.float32) for x in leaves]
     return jax.tree.unflatten(structure, [jnp.asarray(x) for x in noisy])

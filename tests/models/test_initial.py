@@ -19,7 +19,8 @@ TRUNCATED = 0.8796
 def test_initial_values(family):
     """`ModelConfig` documents the sizes. Each layer and expert has draws of its own, and so has each array."""
     kind: Any = FAMILIES[family].config
-    config = kind(layers=3, vocab=200, init_std=0.03, tied_embeddings=family == "olmoe")
+    both = {"attention_every": 3} if family == "qwen3_5" else {}  # both mixers
+    config = kind(layers=3, vocab=200, init_std=0.03, tied_embeddings=family == "olmoe", **both)
     model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(0)))()
     first_numbers = []
     for (path, axes, shape), array in zip(parameter_table(model), jax.tree.leaves(model), strict=True):

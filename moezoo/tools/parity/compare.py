@@ -22,6 +22,10 @@ from moezoo.parallel.axes import Role, parameter_table
 from moezoo.tools.parity import peer
 from moezoo.tools.recording import ModuleRecord, Where, record_model
 
+# Ends of the paths of modules that compute something else than those of transformers with the same parameters: of the
+# delta rule, gates have their activation inside, and norms have no gate.
+_APART = (".attention.gate", ".attention.norm")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDifference:
@@ -169,7 +173,8 @@ def _same_parameters(held: list[str], prefix: str, rows: Rows) -> dict[str, str]
     All experts are one module.
     """
     # Ours -> theirs, for parameters that this model has.
-    tensors = {prefix + path: row.name for row in rows for path in row.ours if prefix + path in held}
+    mine = [row for row in rows if not row.beside or prefix + row.beside in held]
+    tensors = {prefix + path: row.name for row in mine for path in row.ours if prefix + path in held}
     found = {}
     modules = {module for path in tensors for module in itertools.accumulate(path.split("."), "{}.{}".format)}
     for module in sorted(modules):
@@ -177,7 +182,11 @@ def _same_parameters(held: list[str], prefix: str, rows: Rows) -> dict[str, str]
         levels = zip(*(name.split(".")[:-1] for name in here), strict=False)
         shared = itertools.takewhile(lambda parts: len(set(parts)) == 1 and parts[0] != "{expert}", levels)
         theirs = ".".join(parts[0] for parts in shared)
-        if theirs and here == {name for name in tensors.values() if name.startswith(f"{theirs}.")}:
+        if (
+            theirs
+            and not module.endswith(_APART)
+            and here == {name for name in tensors.values() if name.startswith(f"{theirs}.")}
+        ):
             found[module] = theirs
     return found
 
