@@ -210,7 +210,7 @@ def test_scales_of_the_input_and_of_gates():
     router = Router(EMBED, EXPERTS, 2, Choice(), scales="trained", norm_eps=0.1, dtype=dtype, key=key)
     where = lambda r: (r.weight, r.input_scale, r.expert_scale)  # noqa: E731
     router = eqx.tree_at(where, router, tuple(map(jnp.asarray, (20 * weight, scale, of_experts))))
-    (experts, gates), sums = jax.jit(lambda router, x: router(x, valid))(router, x)
+    (experts, gates), sums = jax.jit(lambda router, x: router(x, jnp.asarray(valid)))(router, x)
     wide = x.astype(np.float64)
     read = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.1) * scale / EMBED**0.5
     chosen, shares, *_, z = loop(read, 20 * weight, valid, 2)
