@@ -6,6 +6,8 @@ from moezoo.errors import UserError, describe_class
 from moezoo.models import (
     deepseek,
     deepseek_hub,
+    gemma4,
+    gemma4_hub,
     gpt_oss,
     grouped,
     grouped_hub,
@@ -20,6 +22,7 @@ from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
 from moezoo.models.deepseek import DeepSeekConfig
 from moezoo.models.family import MADE, Family, alike
+from moezoo.models.gemma4 import Gemma4Config
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.kimi_linear import KimiLinearConfig
@@ -35,7 +38,8 @@ Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, gr
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear)}
+Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
+FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4)}
 
 
 def families() -> list[Family]:

@@ -32,15 +32,20 @@ from moezoo.parallel.weight_mover import WeightMover
 
 
 class TokenEmbedding(eqx.Module):
-    """A table with one vector per token of the vocabulary."""
+    """A table with one vector per token of the vocabulary, and the factor of vectors, rounded to their dtype."""
 
     weight: Embedding[Array, "vocab embed"]
+    factor: float = eqx.field(static=True)
 
-    def __init__(self, vocab: int, embed: int, *, std: float, dtype: jnp.dtype, key: Array):
-        self.weight = normal(key, (vocab, embed), std, dtype)
+    def __init__(self, vocab: int, embed: int, *, std: float, factor: float = 1.0, dtype: jnp.dtype, key: Array):
+        self.weight, self.factor = normal(key, (vocab, embed), std, dtype), factor
 
     def __call__(self, tokens: Int[Array, "batch seq"], group: InnerGroup = ALONE) -> Float[Array, "batch seq embed"]:
         """Return the vector of each token: one psum over the `group` that shares the vocabulary."""
+        found = self._look_up(tokens, group)
+        return found if self.factor == 1 else found * jnp.asarray(self.factor, found.dtype)
+
+    def _look_up(self, tokens: Int[Array, "batch seq"], group: InnerGroup) -> Float[Array, "batch seq embed"]:
         if not group.axes:
             return jnp.take(self.weight, tokens, axis=0, mode="clip")
         rows = self.weight.shape[0]
@@ -53,11 +58,13 @@ class Unembedding(eqx.Module):
     """The final norm and the projection to logits: by a matrix of its own, or by the embedding's table, transposed.
 
     In a model with tied embeddings it has neither, so that the table is one array; `LanguageModel.readout` puts it in.
+    With a `cap` logits are cap * tanh(logits / cap), which is less than it in magnitude.
     """
 
     norm: RMSNorm
     weight: Weight[Array, "embed -> vocab"] | None
     table: Embedding[Array, "vocab embed"] | None
+    cap: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -66,14 +73,16 @@ class Unembedding(eqx.Module):
         *,
         epsilon: float,
         around_one: bool = False,
+        cast_last: bool = False,
         std: float,
         tied: bool = False,
+        cap: float | None = None,
         dtype: jnp.dtype,
         key: Array,
     ):
-        self.norm = RMSNorm(embed, epsilon, around_one=around_one, dtype=dtype)
+        self.norm = RMSNorm(embed, epsilon, around_one=around_one, cast_last=cast_last, dtype=dtype)
         self.weight = None if tied else normal(key, (embed, vocab), std, dtype)
-        self.table = None
+        self.table, self.cap = None, cap
 
     @property
     def matrix(self) -> Float[Array, "embed vocab"] | Stored:
@@ -85,6 +94,11 @@ class Unembedding(eqx.Module):
 
     def __call__(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
         """Return float32 logits."""
+        logits = self.before_cap(hidden)
+        return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
+
+    def before_cap(self, hidden: Float[Array, "*dims embed"]) -> Float[Array, "*dims vocab"]:
+        """Return float32 logits as the product makes them."""
         x, matrix = self.norm(hidden), self.matrix
         return project_rows(x, matrix) if x.ndim == 2 else project(x, matrix, dtype=jnp.float32)
 

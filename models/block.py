@@ -2,6 +2,7 @@
 
     x = x + attention(norm(x))
     x = x + feed_forward(norm(x))        # an MLP or a mixture of experts
+    x = x * scale                        # in few families
 
 with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745). Devices that share
 heads or the width of MLPs have the same x, and the block sums their partial results (Shoeybi et al., 2019,
@@ -20,6 +21,7 @@ from moezoo.nn.base import FeedForward, Mixer
 from moezoo.nn.cache import Past
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
+from moezoo.parallel.axes import Buffer
 from moezoo.parallel.mesh_execution import MeshExecution
 
 
@@ -34,15 +36,18 @@ class LayerOutput(NamedTuple):
 class Block(eqx.Module):
     """Attention, then an MLP or a mixture of experts. Each reads the normalised residual stream and adds to it.
 
-    The two `after` norms are for families that also normalise what a part adds.
+    The two `after` norms are for families that also normalise what a part adds. Without a `feed_forward_norm` that part
+    reads the residual stream as it is, and has norms of its own. The residual stream is multiplied by `scale`, one
+    stored number, which is not trained.
     """
 
     attention_norm: RMSNorm
     attention: Mixer
-    feed_forward_norm: RMSNorm
+    feed_forward_norm: RMSNorm | None
     feed_forward: FeedForward
     after_attention_norm: RMSNorm | None = None
     after_feed_forward_norm: RMSNorm | None = None
+    scale: Buffer[Array, "layer_scale"] | None = None
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
@@ -53,9 +58,12 @@ class Block(eqx.Module):
             y = out.leave(execution.inner_group("heads"))
             x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
         with jax.named_scope("feed_forward"):
-            y, sums, _ = self.feed_forward(self.feed_forward_norm(x), context, execution)
-            y = execution.inner_group("mlp").leave(y)
+            given = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
+            y, sums, _ = self.feed_forward(given, context, execution)
+            y = y if self.feed_forward.is_whole else execution.inner_group("mlp").leave(y)
             x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
+        if self.scale is not None:
+            x = x * self.scale.astype(x.dtype)[None, None]
         return LayerOutput(x, sums, out.kept)
 
     @property

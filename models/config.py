@@ -111,6 +111,21 @@ class ModelConfig(abc.ABC):
         return False
 
     @property
+    def norms_cast_last(self) -> bool:
+        """Whether norms multiply by the scale before they cast the result (`moezoo.nn.norm`)."""
+        return False
+
+    @property
+    def embedding_factor(self) -> float:
+        """The factor of embeddings where tokens are looked up."""
+        return 1.0
+
+    @property
+    def logit_cap(self) -> float | None:
+        """What logits stay below in magnitude (`moezoo.models.base.Unembedding`); None: no cap. May be a field."""
+        return None
+
+    @property
     @abc.abstractmethod
     def dims_of_a_pair(self) -> int:
         """The multiplications per head for each query and key that see each other: for the score and for the value."""
@@ -160,11 +175,16 @@ class GroupedAttentionConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.heads % self.kv_heads:
-            raise UserError(
-                f"model.heads={self.heads} is not divisible by model.kv_heads={self.kv_heads}; "
-                f"choose a multiple of {self.kv_heads}, because every key-value head serves the same number of heads"
-            )
+        check_heads(self, "kv_heads")
+
+
+def check_heads(config: GroupedAttentionConfig, name: str) -> None:
+    """Raise `UserError` unless the setting `name`, a number of key-value heads, divides that of heads."""
+    if config.heads % (heads := getattr(config, name)):
+        raise UserError(
+            f"model.heads={config.heads} is not divisible by model.{name}={heads}; choose a multiple of {heads}, "
+            "because every key-value head serves the same number of heads"
+        )
 
 
 def differing_settings(ours: ModelConfig, whose: str, theirs: ModelConfig) -> str:

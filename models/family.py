@@ -68,15 +68,17 @@ class Family:
             # takes a factor of 1.137. So theirs is at most 1, and the first loss at most 1/2 above ln(vocab).
             std = min(c.init_std, 1.137 / c.embed**0.5)
         return LanguageModel(
-            TokenEmbedding(c.vocab, c.embed, std=c.init_std, dtype=dtype, key=for_embedding),
+            TokenEmbedding(c.vocab, c.embed, std=c.init_std, factor=c.embedding_factor, dtype=dtype, key=for_embedding),
             stacks,
             Unembedding(
                 c.embed,
                 c.vocab,
                 epsilon=c.norm_eps,
                 around_one=c.norms_around_one,
+                cast_last=c.norms_cast_last,
                 std=std,
                 tied=c.tied_embeddings,
+                cap=c.logit_cap,
                 dtype=dtype,
                 key=for_head,
             ),

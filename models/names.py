@@ -58,8 +58,8 @@ def change(common: Rows, *others: Row) -> Rows:
 
 
 # What most folders have.
-_LAYER = "model.layers.{layer}."
-ATTENTION, MLP, MOE = f"{_LAYER}self_attn.", f"{_LAYER}mlp.", "feed_forward."
+LAYER = "model.layers.{layer}."
+ATTENTION, MLP, MOE = f"{LAYER}self_attn.", f"{LAYER}mlp.", "feed_forward."
 _OUTSIDE = "embedding.weight=model.embed_tokens.weight unembedding.norm.scale=model.norm.weight"
 _OUTSIDE += " unembedding.weight=lm_head.weight"
 GROUPED_ATTENTION = rows(
@@ -89,16 +89,20 @@ FEED_FORWARD = (
 )
 
 
-def layers(attention: Rows = GROUPED_ATTENTION, feed_forward: Rows = FEED_FORWARD) -> Rows:
-    """Return the rows of a model whose layers have these."""
-    before = rows("", _LAYER, "attention_norm.scale=input_layernorm.weight")
-    between = rows("", _LAYER, "feed_forward_norm.scale=post_attention_layernorm.weight")
+def layers(
+    attention: Rows = GROUPED_ATTENTION,
+    feed_forward: Rows = FEED_FORWARD,
+    norms: str = "feed_forward_norm.scale=post_attention_layernorm.weight",
+) -> Rows:
+    """Return the rows of a model whose layers have these; `norms` are those of norms behind the first."""
+    before = rows("", LAYER, "attention_norm.scale=input_layernorm.weight")
+    between = rows("", LAYER, norms)
     return (*rows("", "", _OUTSIDE), *before, *attention, *between, *feed_forward)
 
 
 USUAL = layers()
 # The names in Mixtral's folders.
-SPARSE = f"{_LAYER}block_sparse_moe."
+SPARSE = f"{LAYER}block_sparse_moe."
 SPARSE_EXPERTS = rows(f"{MOE}experts.", f"{SPARSE}experts.{{expert}}.", "gate=w1.weight up=w3.weight down=w2.weight")
 BLOCK_SPARSE = change(
     USUAL,

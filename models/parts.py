@@ -9,11 +9,11 @@ from jaxtyping import Array
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, ModelConfig
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
+from moezoo.moe.mixture import BranchNorms, MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.base import FeedForward, Mixer
-from moezoo.nn.mlp import MLP
+from moezoo.nn.mlp import MLP, SWIGLU, Activation
 from moezoo.nn.norm import RMSNorm
 
 
@@ -22,22 +22,29 @@ def out_std(c: ModelConfig) -> float:
     return (2 * c.layers) ** -0.5
 
 
+def norm(c: ModelConfig, dtype: jnp.dtype) -> RMSNorm:
+    """Return a norm of the residual stream."""
+    form: dict[str, Any] = {"around_one": c.norms_around_one, "cast_last": c.norms_cast_last}
+    return RMSNorm(c.embed, c.norm_eps, dtype=dtype, **form)
+
+
 def block(c: ModelConfig, dtype: jnp.dtype, attention: Mixer, feed_forward: FeedForward) -> Block:
     """Return a layer of these parts."""
-    first, second = (RMSNorm(c.embed, c.norm_eps, around_one=c.norms_around_one, dtype=dtype) for _ in range(2))
-    return Block(first, attention, second, feed_forward)
+    return Block(norm(c, dtype), attention, norm(c, dtype), feed_forward)
 
 
 def grouped_attention(c: GroupedAttentionConfig, dtype: jnp.dtype, key: Array, **options: Any) -> Attention:
     """Return grouped-query attention. `options`: those of `Attention` that differ by family."""
-    sizes = (c.embed, c.heads, c.kv_heads, c.head_dim)
-    norms: dict[str, Any] = {"norm_eps": c.norm_eps, "norm_around_one": c.norms_around_one}
-    return Attention(*sizes, out_std=out_std(c), dtype=dtype, key=key, **norms, **options)
+    norms = {"norm_eps": c.norm_eps, "norm_around_one": c.norms_around_one, "norm_cast_last": c.norms_cast_last}
+    options = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, **norms, **options}
+    return Attention(c.embed, c.heads, out_std=out_std(c), dtype=dtype, key=key, **options)
 
 
-def mlp(c: ModelConfig, dtype: jnp.dtype, key: Array, width: int, gated: bool = False) -> MLP:
+def mlp(
+    c: ModelConfig, dtype: jnp.dtype, key: Array, width: int, gated: bool = False, activation: Activation = SWIGLU
+) -> MLP:
     """Return an MLP, `gated` by one number per token or not."""
-    return MLP(c.embed, width, gated=gated, out_std=out_std(c), dtype=dtype, key=key)
+    return MLP(c.embed, width, activation=activation, gated=gated, out_std=out_std(c), dtype=dtype, key=key)
 
 
 def mixture(
@@ -48,7 +55,10 @@ def mixture(
     *,
     shared: int = 0,
     shared_gated: bool = False,
+    norms: BranchNorms | None = None,
     bias: Literal["none", "trained"] = "none",
+    scales: Literal["none", "trained"] = "none",
+    activation: Activation = SWIGLU,
     **options: Any,
 ) -> MoE:
     """Return a mixture of experts.
@@ -60,9 +70,15 @@ def mixture(
         choice: How the router chooses experts.
         shared: The width of the shared MLP; 0 for none.
         shared_gated: Whether it is gated by one number per token.
+        norms: Norms around experts and the shared MLP, where the mixture reads the residual stream as it is.
         bias: Whether the router has a bias.
+        scales: Whether the router scales its input and gates by trained numbers.
+        activation: That of experts and of the shared MLP.
         options: Those of `Experts` that differ by family.
     """
-    router = Router(c.embed, c.experts, c.experts_per_token, choice, bias=bias, dtype=dtype, key=keys[0])
-    experts = Experts(c.experts, c.embed, c.expert_mlp, out_std=out_std(c), dtype=dtype, key=keys[1], **options)
-    return MoE(router, experts, mlp(c, dtype, keys[2], shared, shared_gated) if shared else None)
+    sizes = (c.embed, c.experts, c.experts_per_token)
+    router = Router(*sizes, choice, bias=bias, scales=scales, norm_eps=c.norm_eps, dtype=dtype, key=keys[0])
+    options = {"activation": activation, "out_std": out_std(c), **options}
+    experts = Experts(c.experts, c.embed, c.expert_mlp, dtype=dtype, key=keys[1], **options)
+    beside = mlp(c, dtype, keys[2], shared, shared_gated, activation) if shared else None
+    return MoE(router, experts, beside, norms)

@@ -43,10 +43,10 @@ def _with_blocks(backend: Backend, gpu: Target) -> Backend:
     return backend._replace(**{name: functools.partial(getattr(chunked, name), **sizes) for name in names})
 
 
-def _by_intervals(kernels: str, runs_on: RunsOn, dtypes: tuple[str, ...]) -> Backend:
+def _by_intervals(kernels: str, runs_on: RunsOn, dtypes: tuple[str, ...], widest: int | None = None) -> Backend:
     names = ("attend", "part", "part_gradients")
     attend, part, gradients = (functools.partial(getattr(by_intervals, name), kernels) for name in names)
-    return Backend(attend, part, gradients, runs_on, dtypes, sorted_keys=True)
+    return Backend(attend, part, gradients, runs_on, dtypes, sorted_keys=True, widest=widest)
 
 
 # A new backend is a file, and a name here.
@@ -54,7 +54,8 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(reference.attend, reference.part, reference.part_gradients),
     "chunked": Backend(chunked.attend, chunked.part, chunked.part_gradients, for_gpu=_with_blocks),
     "one_query": Backend(one_query.attend),
-    "hopper": _by_intervals("hopper", runs_on_hopper, ("bfloat16",)),
+    # Tiles of larger heads do not fit into the shared memory.
+    "hopper": _by_intervals("hopper", runs_on_hopper, ("bfloat16",), widest=256),
     "splash": _by_intervals("splash", runs_on_tpu, ("bfloat16", "float32")),
 }
 
@@ -108,23 +109,30 @@ def chosen_backend(
     dtype: DTypeLike = jnp.bfloat16,
     is_sorted: bool = True,
     in_parts: bool = False,
+    width: int = 1,
 ) -> str:
     """Return the name of the backend for these numbers of queries and keys per row on `target`.
 
     It is the first of `names`, or of the kernel's own order, that runs there with operands of `dtype`, with keys in a
-    known order (`is_sorted`) or not, and, for `attend_part` and `part_gradients`, with parts of keys (`in_parts`).
+    known order (`is_sorted`) or not, for `attend_part` and `part_gradients` with parts of keys (`in_parts`), and with
+    heads of at most `width` numbers per key and value.
 
     Raises:
         UserError: A name is not a backend, or none of them runs there.
     """
-    return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted, in_parts)[0][1].name
+    return _choose(KernelOrder(names, target), queries, keys, dtype, is_sorted, in_parts, width)[0][1].name
 
 
-def reasons(chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike, in_parts: bool = False) -> list[str]:
+def reasons(
+    chosen: str, target: Target, names: tuple[str, ...], dtype: DTypeLike, in_parts: bool = False, width: int = 1
+) -> list[str]:
     """Return why backends before the one that `chosen_backend` returns, for keys in a known order, are passed over."""
     few = f"is for {_MANY} queries{' and keys' * (target.platform == 'tpu')} or more"
 
     def otherwise(name: str) -> str:
+        widest = BACKENDS[name].widest
+        if widest is not None and width > widest:
+            return f"takes heads of at most {widest}, not {width}"
         return "has no parts of keys" if in_parts and BACKENDS[name].part is None else few
 
     return passed_over(chosen, names, _own_order(target, _MANY, _MANY), BACKENDS, target, dtype, otherwise)
@@ -137,8 +145,8 @@ def _choose_for(operands: Operands, implementation: str | KernelOrder | None, in
         named = [BACKENDS[name] for name in implementation.names if name in BACKENDS]
         if len(named) == len(implementation.names) and all(one.sorted_keys for one in named):
             implementation = implementation._replace(names=())
-    is_sorted = operands.seen is not None
-    return _choose(implementation, q.shape[1], operands.k.shape[1], q.dtype, is_sorted, in_parts)
+    is_sorted, width = operands.seen is not None, max(q.shape[-1], operands.v.shape[-1])
+    return _choose(implementation, q.shape[1], operands.k.shape[1], q.dtype, is_sorted, in_parts, width)
 
 
 def _choose(
@@ -148,14 +156,17 @@ def _choose(
     dtype: DTypeLike,
     is_sorted: bool,
     in_parts: bool,
+    width: int,
 ) -> ChosenBackends:
     def takes(backend: Backend, target: Target) -> bool:
-        return backend.takes(target, dtype, is_sorted) and not (in_parts and backend.part is None)
+        return backend.takes(target, dtype, is_sorted, width) and not (in_parts and backend.part is None)
 
     runs_on = {name: functools.partial(takes, backend) for name, backend in BACKENDS.items()}
     own = functools.partial(_own_order, queries=queries, keys=keys)
     operands = f" with {jnp.dtype(dtype).name}" + " and keys in an unknown order" * (not is_sorted)
     operands += " and parts of keys" * in_parts
+    narrow = [one.widest for one in BACKENDS.values() if one.widest is not None and one.widest < width]
+    operands += f" and heads of {width}" * bool(narrow)
     return choose("attention", runs_on, implementation, own, operands, REFUSED)
 
 
@@ -182,8 +193,9 @@ def attend(
     | `hopper` | the same, in kernels | on the chip | on NVIDIA GPUs of compute capability 9.0 |
     | `splash` | the same, in kernels of JAX | on the chip | on TPUs from 128 queries and keys |
 
-    `hopper` takes operands in bfloat16, `splash` in that and float32; both take keys whose order is known
-    (`Operands.seen`). Where an execution names only such backends, one query, as in decoding, takes the default.
+    `hopper` takes operands in bfloat16 and heads of at most 256, `splash` operands in bfloat16 and float32; both take
+    keys whose order is known (`Operands.seen`). Where an execution names only such backends, one query, as in decoding,
+    takes the default.
 
     Args:
         operands: Queries, keys, values, their coordinates, and the window.

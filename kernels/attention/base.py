@@ -114,6 +114,7 @@ class Backend(NamedTuple):
         runs_on: Whether the backend can be traced and run for a target.
         dtypes: The names of the dtypes of operands that the backend takes; None for all.
         sorted_keys: Whether the backend needs `Operands.seen`.
+        widest: The largest head that the backend takes, of keys and of values; None for any.
         for_gpu: A function of the backend and a known GPU: the same backend with sizes of blocks for it. None if it has
             none to choose.
     """
@@ -124,11 +125,16 @@ class Backend(NamedTuple):
     runs_on: RunsOn = anywhere
     dtypes: tuple[str, ...] | None = None
     sorted_keys: bool = False
+    widest: int | None = None
     for_gpu: "Callable[[Backend, Target], Backend] | None" = None
 
-    def takes(self, target: Target, dtype: DTypeLike, is_sorted: bool) -> bool:
-        """Return whether the backend runs on the target with operands of this dtype, and keys in a known order."""
-        return lacks(self, target, dtype) is None and (is_sorted or not self.sorted_keys)
+    def takes(self, target: Target, dtype: DTypeLike, is_sorted: bool, width: int) -> bool:
+        """Return whether the backend runs on the target with operands of this dtype, keys in a known order, and heads.
+
+        `width` is the larger size of a head's keys and values.
+        """
+        fits = self.widest is None or width <= self.widest
+        return lacks(self, target, dtype) is None and (is_sorted or not self.sorted_keys) and fits
 
 
 def sees(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "*batch queries keys"]:

@@ -56,11 +56,13 @@ class Outer(NamedTuple):
         ways: How folders name the text model's tensors.
         parts: What the names of its other tensors begin with, perhaps after `model.`; they are for images.
         without_effect: Keys of config.json that do not change the text model, with spaces in between.
+        tied: Whether embeddings are tied where no key says so.
     """
 
     ways: tuple[Mapping[str, str], ...]
     parts: tuple[str, ...]
     without_effect: str
+    tied: bool = False
 
 
 _FOR_IMAGES = "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
@@ -76,6 +78,13 @@ NESTED = {
         ("vision_tower.", "multi_modal_projector."),
         "vision_config image_token_id video_token_id image_token_index projector_hidden_act vision_feature_layer "
         "multimodal_projector_bias spatial_merge_size",
+    ),
+    "gemma4": Outer(
+        (BESIDE, INSIDE),
+        ("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio."),
+        "vision_config audio_config image_token_id video_token_id audio_token_id boi_token_id eoi_token_id "
+        "boa_token_id eoa_token_id eoa_token_index initializer_range vision_soft_tokens_per_image",
+        tied=True,
     ),
     # Layers for multi-token prediction are beside both models.
     "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
@@ -121,7 +130,7 @@ class Nesting(NamedTuple):
 def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the text model: all, or those of the table `text_config`.
 
-    Whether embeddings are tied is the outer model's, as in transformers, with false where it has no such key.
+    Whether embeddings are tied is the outer model's, as in transformers, with its default where it has no such key.
 
     Raises:
         UserError: An outer model has no such table, or a key that may change the text model.
@@ -134,7 +143,7 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UserError(f"config.json: {TEXT} is missing; model_type={kind} has its language model there")
     tied = outer.read(TIED, bool | None, None)
     outer.refuse_others({}, NESTED[kind].without_effect.split())
-    return {**mapping[TEXT], TIED: tied or False}
+    return {**mapping[TEXT], TIED: NESTED[kind].tied if tied is None else tied}
 
 
 def find_nesting(mapping: Mapping[str, Any], names: Collection[str], folder: Path) -> Nesting:
@@ -142,12 +151,12 @@ def find_nesting(mapping: Mapping[str, Any], names: Collection[str], folder: Pat
 
     Raises `UserError` where it has tensors named in two ways.
     """
-    ways, parts, _ = NESTED[mapping["model_type"]]
-    found = [way for way in ways if any(name.startswith(way["model.layers."]) for name in names)]
+    outer = NESTED[mapping["model_type"]]
+    found = [way for way in outer.ways if any(name.startswith(way["model.layers."]) for name in names)]
     if len(found) > 1:
         both = " and ".join(way["model.layers."] for way in found)
         raise UserError(f"{folder} has tensors below {both}, two ways to name one model; download it again")
-    return Nesting(f"{TEXT}.", (found or ways)[0], parts)
+    return Nesting(f"{TEXT}.", (found or outer.ways)[0], outer.parts)
 
 
 class Wrapper(NamedTuple):

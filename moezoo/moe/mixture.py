@@ -21,6 +21,7 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.nn.base import FeedForward, FeedForwardOutput
 from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary, vary_like, varying_axes
 from moezoo.parallel.dispatch import ExpertGroup
@@ -113,22 +114,40 @@ def _wait(rows: Array, awaited: list[Array]) -> Array:
 _wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
+class BranchNorms(eqx.Module):
+    """Norms before and after the experts and the shared MLP of a mixture that reads the residual stream as it is."""
+
+    before_experts: RMSNorm
+    after_experts: RMSNorm
+    before_shared: RMSNorm
+    after_shared: RMSNorm
+
+
 class MoE(FeedForward):
     """A router, its experts, and an optional shared MLP that runs on every token.
 
-    The execution chooses how tokens reach the experts (`Execution.dispatch`).
+    The execution chooses how tokens reach the experts (`Execution.dispatch`). With `norms` the shared MLP is there too,
+    and y = after_experts(sum_k gate_k * expert_k(before_experts(x))) + after_shared(shared(before_shared(x))), routed
+    by x itself.
     """
 
     router: Router
     experts: Experts
     shared: MLP | None = None
+    norms: BranchNorms | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether norms after experts and shared MLP have needed the sums over devices."""
+        return self.norms is not None
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution
     ) -> FeedForwardOutput:
         """Return each token's sum over its experts times their gates, plus the shared MLP. Padding is not routed.
 
-        Routed and shared experts return partial results of the same devices, so one sum over devices serves both.
+        Routed and shared experts return partial results of the same devices, so one sum over devices serves both;
+        with norms after them, each has its own.
 
         Tokens are cut into `chunks` of the strategy. The shared MLP runs while the first chunk travels.
         """
@@ -136,19 +155,27 @@ class MoE(FeedForward):
         with jax.named_scope("router"):
             assignment, sums = self.router(x, context.queries.segment > 0, execution.routing)
         # Before the dispatch, so that the gradient is summed over devices once per token, not per routed row.
-        inner = execution.inner_group("mlp")
-        x = inner.enter(x)
+        inner, norms = execution.inner_group("mlp"), self.norms
+        if norms is None:
+            x = beside = inner.enter(x)
+        else:
+            x, beside = inner.enter(norms.before_experts(x)), inner.enter(norms.before_shared(x))
         tokens = rearrange(x, "b s d -> (b s) d")
 
         def run_shared() -> Array | None:
             with jax.named_scope("shared"):
-                return None if self.shared is None else self.shared(x, context, execution).y
+                return None if self.shared is None else self.shared(beside, context, execution).y
 
         rows, dropped, shared = run_experts(self.experts, tokens, assignment, group, execution, run_shared)
         routed = rearrange(rows, "(b s) d -> b s d", b=x.shape[0])
         # Devices of the inner group drop equally many, but strategies mix counts with what varies over it.
         dropped = vary(inner.largest(dropped), sorted(varying_axes(tokens) - set(inner.axes)))
         sums = sums._replace(dropped=dropped)
+        if norms is not None:
+            assert shared is not None, "norms are of experts and a shared MLP"
+            routed = inner.leave(routed)
+            y = norms.after_experts(routed) + norms.after_shared(inner.leave(shared))
+            return FeedForwardOutput(y, sums, routed)
         return FeedForwardOutput(routed if shared is None else routed + shared, sums, routed)
 
     def after_step(self, load: Array) -> "MoE":

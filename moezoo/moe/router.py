@@ -13,7 +13,8 @@ from moezoo.errors import UserError
 from moezoo.moe.dispatch import Assignment
 from moezoo.moe.routing import LayerSums
 from moezoo.nn.linear import normal, project
-from moezoo.parallel.axes import Bias, Buffer, Weight
+from moezoo.nn.norm import normalise
+from moezoo.parallel.axes import Bias, Buffer, Scale, Weight
 from moezoo.parallel.collectives import varying_axes
 from moezoo.parallel.execution import RoutingChoice
 from moezoo.parallel.stored import materialise
@@ -87,14 +88,18 @@ class Router(eqx.Module):
     """Scores of all experts for each token, and the choice of `k` of them.
 
     Logits are x W + `bias`; `bias` is trained. `choice_bias` is not part of the scores: it receives no gradient, and
-    `rebalance` moves it.
+    `rebalance` moves it. With `input_scale` the router reads x / rms(x) * `input_scale` / sqrt(embed) in place of x;
+    gates are multiplied by the `expert_scale` of their experts, after they are renormalised (Gemma 4; Google, 2026).
     """
 
     weight: Weight[Array, "embed -> router"]
     bias: Bias[Array, "router"] | None
     choice_bias: Buffer[Array, "router"] | None
+    input_scale: Scale[Array, "norm"] | None
+    expert_scale: Scale[Array, "router"] | None
     k: int = eqx.field(static=True)
     choice: Choice = eqx.field(static=True)
+    input_epsilon: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -104,13 +109,18 @@ class Router(eqx.Module):
         choice: Choice,
         *,
         bias: Literal["none", "trained"] = "none",
+        scales: Literal["none", "trained"] = "none",
+        norm_eps: float = 1e-6,
         dtype: jnp.dtype,
         key: Array,
     ):
         self.weight = normal(key, (embed, num_experts), embed**-0.5, dtype)
         self.bias = jnp.zeros((num_experts,), dtype) if bias == "trained" else None
         self.choice_bias = jnp.zeros((num_experts,), jnp.float32) if choice.choice_bias == "learned" else None
-        self.k, self.choice = k, choice
+        self.input_scale = self.expert_scale = None
+        if scales == "trained":
+            self.input_scale, self.expert_scale = jnp.ones((embed,), dtype), jnp.ones((num_experts,), dtype)
+        self.k, self.choice, self.input_epsilon = k, choice, norm_eps
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], valid: Bool[Array, "batch seq"], routing: RoutingChoice = "learned"
@@ -123,6 +133,9 @@ class Router(eqx.Module):
             routing: With `random` or `balanced`, scores give the gates but do not choose the experts.
         """
         c, num_experts = self.choice, self.weight.shape[1]
+        if self.input_scale is not None:
+            x = normalise(x, self.input_epsilon) * self.input_scale.astype(x.dtype)[None, None]
+            x = (x.astype(jnp.float32) * x.shape[-1] ** -0.5).astype(x.dtype)
         logits = project(x, self.weight, dtype=jnp.float32)
         if self.bias is not None:
             logits = logits + self.bias.astype(jnp.float32)[None, None]
@@ -145,6 +158,9 @@ class Router(eqx.Module):
             total = gates.sum(-1, keepdims=True)
             gates = gates / (jnp.maximum(total, c.least_sum) if c.least_sum else total + 1e-20)
         gates = gates * c.scale
+        if self.expert_scale is not None:
+            scales = self.expert_scale.astype(jnp.float32)[None, None, None]
+            gates = gates * jnp.where(is_chosen, scales, 0).sum(-1)
 
         counted = valid[..., None]
         assignment = Assignment(

@@ -17,7 +17,7 @@ from moezoo.nn.base import Mixer, MixerOutput
 from moezoo.nn.cache import Past, Slots
 from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
-from moezoo.nn.norm import RMSNorm
+from moezoo.nn.norm import RMSNorm, normalise
 from moezoo.nn.positions import Context
 from moezoo.nn.rotary import Rotary, Turn
 from moezoo.parallel.axes import Bias, Weight
@@ -28,6 +28,8 @@ from moezoo.parallel.stored import Stored
 
 # What a norm of queries and keys is computed over.
 NormOver = Literal["nothing", "head", "projection"]
+# What values are made of: a projection of their own, or that of keys, before the keys' norm and rotation.
+ValuesFrom = Literal["own", "keys"]
 # Which projections have biases; `inputs` are those to queries, keys and values.
 Biases = Literal["none", "inputs", "all"]
 
@@ -56,6 +58,9 @@ class Attention(Mixer):
     | `*_bias` | biases of all projections, or of all but `out` (`biases`) |
     | `sinks` | a score per head, of a value of zero, that every query sees (Xiao et al., 2024, arXiv:2309.17453) |
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
+    | `value` | None where values are what keys are projected to (`values_from`) |
+    | `value_epsilon` | that of a norm of each head's values, without a scale; None for no norm |
+    | `scale` | the factor of scores; None for `head_dim` ** -0.5 |
     | `window` | the tokens that a query sees, itself included |
     | `gate` | a projection whose sigmoid is a factor of each head's result (Qiu et al., 2025, arXiv:2505.06708) |
     """
@@ -63,7 +68,7 @@ class Attention(Mixer):
     splits_sequences: ClassVar[bool] = True
     query: Weight[Array, "embed -> heads head_dim"]
     key: Weight[Array, "embed -> kv_heads head_dim"]
-    value: Weight[Array, "embed -> kv_heads head_dim"]
+    value: Weight[Array, "embed -> kv_heads head_dim"] | None
     out: Weight[Array, "heads head_dim -> embed"]
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
@@ -78,6 +83,8 @@ class Attention(Mixer):
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    value_epsilon: float | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -90,6 +97,10 @@ class Attention(Mixer):
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
         norm_around_one: bool = False,
+        norm_cast_last: bool = False,
+        norm_values: bool = False,
+        values_from: ValuesFrom = "own",
+        scale: float | None = None,
         biases: Biases = "none",
         sinks: bool = False,
         clip: float | None = None,
@@ -103,19 +114,20 @@ class Attention(Mixer):
         std = embed**-0.5
         self.query = normal(keys[0], (embed, heads, head_dim), std, dtype)
         self.key = normal(keys[1], (embed, kv_heads, head_dim), std, dtype)
-        self.value = normal(keys[2], (embed, kv_heads, head_dim), std, dtype)
+        self.value = normal(keys[2], (embed, kv_heads, head_dim), std, dtype) if values_from == "own" else None
         self.out = normal(keys[3], (heads, head_dim, embed), out_std * (heads * head_dim) ** -0.5, dtype)
         self.query_norm = self.key_norm = None
         if norm_over != "nothing":
             query_size, key_size = (n * head_dim if norm_over == "projection" else head_dim for n in (heads, kv_heads))
             self.query_norm, self.key_norm = (
-                RMSNorm(size, norm_eps, around_one=norm_around_one, dtype=dtype) for size in (query_size, key_size)
+                RMSNorm(size, norm_eps, around_one=norm_around_one, cast_last=norm_cast_last, dtype=dtype)
+                for size in (query_size, key_size)
             )
         self.query_bias = self.key_bias = self.value_bias = self.out_bias = None
         if biases != "none":
             self.query_bias = jnp.zeros((heads, head_dim), dtype)
             self.key_bias = jnp.zeros((kv_heads, head_dim), dtype)
-            self.value_bias = jnp.zeros((kv_heads, head_dim), dtype)
+            self.value_bias = None if self.value is None else jnp.zeros((kv_heads, head_dim), dtype)
         if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
         self.sinks = jnp.zeros((heads,), dtype) if sinks else None
@@ -125,6 +137,7 @@ class Attention(Mixer):
             self.gate = normal(jax.random.fold_in(key, 4), (embed, heads, head_dim), std, dtype)
             self.gate_bias = None if biases == "none" else jnp.zeros((heads, head_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
+        self.value_epsilon, self.scale = norm_eps if norm_values else None, scale
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
@@ -133,12 +146,14 @@ class Attention(Mixer):
         group = execution.inner_group("heads")
         x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
         turn, seen = self.prepare(context) if context.prepared is None else context.prepared
-        q = self.rotary(self._project(x, self.query, self.query_bias, query_norm, group), turn)
-        k = self.rotary(self._project(x, self.key, self.key_bias, key_norm, group), turn)
-        v = self._project(x, self.value, self.value_bias, None, group)
+        q = self.rotary(self._normed(self._project(x, self.query, self.query_bias), query_norm, group), turn)
+        projected = self._project(x, self.key, self.key_bias)
+        k = self.rotary(self._normed(projected, key_norm, group), turn)
+        v = projected if self.value is None else self._project(x, self.value, self.value_bias)
+        v = self._normed(v if self.value_epsilon is None else normalise(v, self.value_epsilon), None, group)
         kept: PyTree = KeyValue(k, v)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
-        scale = q.shape[-1] ** -0.5
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         sinks = None if self.sinks is None else rearrange(self.sinks, "(k g) -> k g", k=k.shape[2])
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
         if past is None:
@@ -164,17 +179,26 @@ class Attention(Mixer):
         slots = length if self.window is None else min(length, self.window)
         return Slots.declare(slots, KeyValue(**self.shared_sizes()))
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Return those of keys and values, which are equal."""
+        return self.key.shape[-1], self.key.shape[-1]
+
     def shared_sizes(self) -> dict[str, Any]:
         """Return the sizes of keys and values."""
         *_, kv_heads, head_dim = self.key.shape
         return {name: {"kv_heads": kv_heads, "head_dim": head_dim} for name in KeyValue._fields}
 
     def _project(
-        self, x: Array, weight: Array | Stored, bias: Array | None, norm: Callable[..., Array] | None, group: InnerGroup
+        self, x: Array, weight: Array | Stored, bias: Array | None
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
-        if bias is not None:
-            y = y + bias[None, None]
+        return y if bias is None else y + bias[None, None]
+
+    def _normed(
+        self, y: Float[Array, "batch seq some_heads head_dim"], norm: Callable[..., Array] | None, group: InnerGroup
+    ) -> Float[Array, "batch seq some_heads head_dim"]:
+        """Return queries, keys or values after their norm and the bound."""
         if norm is not None and self.norm_over == "projection":
             y = norm(rearrange(y, "b s n h -> b s (n h)"), group).reshape(y.shape)
         elif norm is not None:

@@ -90,6 +90,14 @@ class Mixer(eqx.Module):
         The module may hold shapes instead of arrays, and its arrays may be those of a stack.
         """
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """The numbers of a head's query and of its value, where queries meet keys; zeros where none do.
+
+        The module is as for `state`.
+        """
+        return 0, 0
+
     def shared_sizes(self) -> Mapping[str, Mapping[str, int]]:
         """Return what each token makes for the others of its document: name -> sizes of its dimensions by logical axis.
 
@@ -114,9 +122,12 @@ class Mixer(eqx.Module):
 
 
 class FeedForwardOutput(NamedTuple):
-    """The partial result `y`; for a mixture also its routing `sums`, and `routed`, the part of `y` from routed experts.
+    """What a feed-forward part returns.
 
-    The caller sums `y` over the devices that share the width of MLPs.
+    Attributes:
+        y: The partial result of this device's part of the width; where the part `is_whole`, the result.
+        sums: The routing sums of a mixture.
+        routed: What the routed experts of a mixture add, before a norm.
     """
 
     y: Float[Array, "batch seq embed"]
@@ -130,6 +141,11 @@ class FeedForward(eqx.Module):
     Its width may be split over devices (`execution.inner_group("mlp")`). An implementation casts activations with
     `enter` where they meet weights that are split, and returns its partial result. The caller sums.
     """
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether results are summed already, as a norm after them needs."""
+        return False
 
     @abc.abstractmethod
     def __call__(

@@ -160,6 +160,11 @@ class LatentAttention(Mixer):
         sizes: Any = {"kv_lora_out": self.sizes.kv_lora + self.sizes.rope_dim}
         return Slots.declare(length, Joined(sizes))
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Return those of expanded keys and values."""
+        return self.sizes.nope_dim + self.sizes.rope_dim, self.sizes.value_dim
+
     def shared_sizes(self) -> dict[str, Any]:
         """Return the sizes of latents and shared keys."""
         return {"latent": {"kv_lora": self.sizes.kv_lora}, "shared": {"rope_dim": self.sizes.rope_dim}}

@@ -36,6 +36,15 @@ SWIGLU = SwiGLU()
 
 
 @dataclasses.dataclass(frozen=True)
+class GeGLU(Activation):
+    """gelu(gate) * up (Shazeer, 2020, arXiv:2002.05202), with the approximation of gelu by tanh."""
+
+    def __call__(self, gate: Float[Array, "*dims mlp"], up: Float[Array, "*dims mlp"]) -> Float[Array, "*dims mlp"]:
+        """Return gelu(gate) * up."""
+        return jax.nn.gelu(gate, approximate=True) * up
+
+
+@dataclasses.dataclass(frozen=True)
 class ClampedSwiGLU(Activation):
     """gate * sigmoid(alpha gate) * (up + 1), of products that are clamped first: that of gpt-oss (arXiv:2508.10925).
 

@@ -5,6 +5,7 @@
 | `Rotary` | the rotation, with one of the following as `scaling` |
 | `Unscaled` | no extension |
 | `Yarn` | Peng et al., 2023, arXiv:2309.00071 |
+| `Proportional` | none: only the first pairs rotate; Gemma 4 (Google, 2026) |
 | `Llama3` | Llama 3.1; Grattafiori et al., 2024, arXiv:2407.21783 |
 | `QueryScale` | a factor on queries; Llama 4 (Meta, 2025) has it in some layers, Mistral 4 in all |
 """
@@ -56,6 +57,21 @@ class Unscaled(RotaryScaling):
     def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
         """Return base ** (-2 i / size)."""
         return frequencies(size, base)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proportional(RotaryScaling):
+    """Only the first `share` of the pairs rotate, with the frequencies that they have where all do.
+
+    `Rotary.dims` less than a head rotates fewer pairs too, with frequencies over these alone.
+    """
+
+    share: float
+
+    def frequencies(self, size: int, base: float) -> Float[Array, " half"]:
+        """Return base ** (-2 i / size), and 0 for pairs that do not rotate."""
+        rotated = int(self.share * size // 2)
+        return jnp.where(jnp.arange(size // 2) < rotated, frequencies(size, base), 0)
 
 
 class Turn(NamedTuple):

@@ -183,10 +183,12 @@ class _Wrapped:
         return getattr(self._module, name)
 
     def __call__(self, x: Any, *arguments: Any) -> Any:
-        result = self._module(x, *arguments)
-        output = _array(result)
         # Two modules of transformers return what ours return one level up. Its experts return the weighted sum over a
-        # token's experts; our `Experts` returns a row for each. Its unembedding returns logits; ours is a matrix.
+        # token's experts; our `Experts` returns a row for each. Its unembedding returns logits before a cap; ours is a
+        # matrix.
+        call = self._module.before_cap if isinstance(self._module, Unembedding) else self._module
+        result = call(x, *arguments)
+        output = _array(result)
         if isinstance(self._module, Unembedding):
             self._records.append(Record(f"{self._path}.weight", None, output))
         if isinstance(result, FeedForwardOutput) and result.routed is not None:

@@ -165,13 +165,17 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
         return f"{kernel}: {backend} ({'; '.join([why, *others])})"
 
     lines = [line("grouped_matmul", product, grouped_matmul.reasons(product, target, names.grouped_matmul, dtype))]
-    kernels = {block.attention.kernel for stack in stacks for block in stack.blocks}
-    if "attention" in kernels:
-        own = attention.chosen_backend(target, queries, keys, names.attention, dtype=dtype, in_parts=on_ring)
-        lines.append(line("attention", own, attention.reasons(own, target, names.attention, dtype, on_ring), skips))
-    if "delta_rule" in kernels:
-        own = delta_rule.chosen_backend(target, queries, names.delta_rule)
-        lines.append(line("delta_rule", own, delta_rule.reasons(own, target, queries, names.delta_rule)))
+    mixers = [block.attention for stack in stacks for block in stack.blocks]
+    own = dict[str, int]()  # each backend of attention, and the narrowest heads that take it
+    for width in sorted({max(mixer.head_sizes) for mixer in mixers} - {0}):
+        given: Any = {"dtype": dtype, "in_parts": on_ring, "width": width}
+        own.setdefault(attention.chosen_backend(target, queries, keys, names.attention, **given), width)
+    for name, width in own.items():
+        reasons = attention.reasons(name, target, names.attention, dtype, on_ring, width)
+        lines.append(line("attention", name, reasons, skips, *[f"heads of {width}"] * (len(own) > 1)))
+    if any(mixer.kernel == "delta_rule" for mixer in mixers):
+        backend = delta_rule.chosen_backend(target, queries, names.delta_rule)
+        lines.append(line("delta_rule", backend, delta_rule.reasons(backend, target, queries, names.delta_rule)))
     return lines
 
 

@@ -14,7 +14,8 @@ from moezoo.moe.dispatch import Auto
 from moezoo.parallel.axes import Role, count_parameters, parameter_table
 from moezoo.parallel.rules import live
 
-# Trained values of the released checkpoints, without choice biases and layers of multi-token prediction.
+# Trained values of the released checkpoints, without choice biases, layers of multi-token prediction, and the scale of
+# each layer in Gemma 4.
 TOTALS = {
     "mixtral_8x7b": 46_702_792_704,
     "mixtral_8x22b": 140_630_071_296,
@@ -37,6 +38,7 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
 
@@ -46,7 +48,11 @@ def configuration(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", *TOTALS]
+    "name",
+    [
+        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
+        *TOTALS,
+    ],
 )
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
     cfg = configuration(name)

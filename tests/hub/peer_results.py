@@ -69,10 +69,9 @@ def assert_agreement(ours: Results, theirs: Results) -> None:
     """Assert equality up to float32: each result sums about a thousand products, each rounded to 6e-8."""
     np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=1e-4)
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
-    # The choice bias has no gradient; in transformers it is a buffer.
-    trained = {
-        name: g for name, g in ours.gradients.items() if not name.endswith(("score_correction_bias", "expert_bias"))
-    }
+    # Buffers have no gradient.
+    buffers = ("score_correction_bias", "expert_bias", "layer_scalar")
+    trained = {name: g for name, g in ours.gradients.items() if not name.endswith(buffers)}
     assert set(theirs.gradients) == set(trained)
     for name, gradient in trained.items():
         wanted = theirs.gradients[name]
@@ -93,7 +92,7 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4")
+    joining = ("gpt_oss", "mistral4", "gemma4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")

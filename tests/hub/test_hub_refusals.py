@@ -90,6 +90,24 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
         => layer_types names 'chunked' ... full_attention
     gpt_oss => {"sliding_window": null} => sliding_window=null, but layer 0 of layer_types is sliding_attention
     gpt_oss => {"swiglu_limit": -1.0} => swiglu_limit=-1.0 ... above 0
+    gemma4 => {"enable_moe_block": false, "num_experts": null}
+        => enable_moe_block=false: a Gemma 4 without experts is not supported ... 26B-A4B
+    gemma4 => {"enable_moe_block": null} => enable_moe_block=false: a Gemma 4 without experts is not supported
+    gemma4 => {"hidden_size_per_layer_input": null} => hidden_size_per_layer_input=256: a Gemma 4 with an embedding per
+    gemma4 => {"num_kv_shared_layers": 1} => num_kv_shared_layers=1: a Gemma 4 whose layers share keys and values is not
+    gemma4 => {"use_bidirectional_attention": "all"} => use_bidirectional_attention=all ... only vision
+    gemma4 => {"hidden_activation": "silu"} => hidden_activation=silu ... only gelu_pytorch_tanh
+    gemma4 => {"per_layer_config": {"0": {"head_dim": 4}}}
+        => per_layer_config gives layers of one kind other heads ... head_dim=8 and num_key_value_heads=2
+    gemma4 => {"per_layer_config": {"1": {"sliding_window": 4}}} => per_layer_config.1.sliding_window=4: moezoo does not
+    gemma4 => {"global_head_dim": 24}
+        => global_head_dim=24 and per_layer_config, which has 16, are one setting ... delete
+    gemma4 => {"num_global_key_value_heads": 4}
+        => num_global_key_value_heads=4 and per_layer_config, which has 1, are one setting ... delete
+    gemma4 => {"rope_parameters": {"full_attention": {"rope_type": "proportional", "rope_theta": 9.0}}}
+        => rope_parameters.sliding_attention is missing
+    gemma4 => {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "rope_theta": 9.0}}}
+        => rope_parameters.sliding_attention.rope_type=yarn: this family supports only default there
     gpt_oss => {"experts_per_token": 3} => experts_per_token=3 ... only 2
     glm => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
     glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1

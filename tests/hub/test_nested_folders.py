@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
-from tiny_models import deepseek_v3, mistral4, random_model
+from tiny_models import deepseek_v3, gemma4, mistral4, random_model
 
 import moezoo
 from moezoo.hub.folders import end_of_text, hub_model_config
@@ -185,3 +185,39 @@ def test_transformers_has_these_types():
         "transformers", reason="transformers is not installed: pip install -e '.[peers]'"
     )
     assert set(NESTED) <= set(transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
+def test_gemma4_beside_towers_for_images_and_sound(tmp_path):
+    """As above; embeddings are tied, and the names are those of published folders."""
+    transformers = pytest.importorskip("transformers", reason=PEERS)
+    pytest.importorskip("torch", reason=PEERS)
+    text = gemma4()
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision |= {"head_dim": 8, "intermediate_size": 8, "position_embedding_size": 16}
+    audio = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16}
+    inner = family_of(text).hub.write(text)
+    config = transformers.Gemma4Config(text_config=inner, vision_config=vision, audio_config=audio)
+    theirs: Any = transformers.AutoModelForImageTextToText.from_config(config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    names = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert {"model.language_model.layers.1.experts.gate_up_proj", "model.embed_audio.embedding_projection.weight"} <= {
+        *names
+    }
+    with pytest.warns(UserWarning, match="for images"):
+        model = moezoo.from_pretrained(tmp_path / "theirs")
+    assert model.config == text
+    moezoo.save_pretrained(model, tmp_path / "same", like=tmp_path / "theirs")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    with pytest.warns(UserWarning, match="for images"):
+        moezoo.save_pretrained(jax.tree.map(lambda x: 2 * x, model), tmp_path / "ours", like=tmp_path / "theirs")
+    with pytest.warns(UserWarning, match="not loaded, for images"):
+        result = parity.compare(tmp_path / "ours")
+    assert result.first is None, result
+    again, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype="float32"
+    )
+    assert not any(info.values())
+    beside = {n: x for n, x in theirs.state_dict().items() if "language_model" not in n and n != "lm_head.weight"}
+    assert all((again.state_dict()[name] == array).all() for name, array in beside.items())
+    assert (again.lm_head.weight == 2 * theirs.lm_head.weight).all()

@@ -58,6 +58,7 @@ READ = {
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
+    "gemma4": ("attention", "shared", "*.router.weight"),
 }
 
 
@@ -102,6 +103,7 @@ def test_whole_weights_that_peft_writes(save, whole, tmp_path):
 MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),
+    "gemma4": ("experts",),
     "glm": ("mlp", "shared"),
 }
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gpt_oss, of_type, olmoe, qwen3
+from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gemma4, gpt_oss, of_type, olmoe, qwen3
 
 import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
@@ -74,6 +74,11 @@ def with_older_rope(c):
     c.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope, mlp_layer_types=["dense", "sparse"])
 
 
+def drop(*keys):
+    """Return a function that removes keys."""
+    return lambda c: [c.pop(key) for key in keys]
+
+
 SPELLINGS = {
     "theta outside rope_parameters": (
         "mixtral",
@@ -123,6 +128,13 @@ SPELLINGS = {
             rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
         ),
     ),
+    "gemma4 older heads": ("gemma4", drop("per_layer_config")),
+    "gemma4 older heads, own values": (
+        "gemma4 own values",
+        lambda c: (c.pop("per_layer_config"), c.update(num_global_key_value_heads=1)),
+    ),
+    "gemma4 heads by layer": ("gemma4", drop("global_head_dim", "num_global_key_value_heads")),
+    "gemma4 last layer": ("gemma4", lambda c: c.update(layer_types=["sliding_attention"] * 2)),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
@@ -177,11 +189,6 @@ def test_missing_keys_of_deepseeks_kin_are_those_of_transformers(tmp_path):
         assert ours.index_topk == getattr(theirs, "index_topk", None)
         again = DeepSeek.hub.write(ours)["model_type"]
         assert again == ("deepseek_v3" if model_type == "glm4_moe_lite" else model_type)
-
-
-def drop(*keys):
-    """Return a function that removes keys."""
-    return lambda c: [c.pop(key) for key in keys]
 
 
 # Keys of the grouped families that a folder may leave out, call by another name, or fill with unused values.
@@ -255,6 +262,13 @@ LEFT_OUT = {
             router=Choice(choice_bias="learned", least_sum=1e-12),
         ),
         drop("moe_num_shared_experts", "moe_norm_min", "rope_parameters", *_ERNIE_LAYERS),
+    ),
+    "gemma4 defaults": (
+        gemma4(layers=7, rope_base=1e4, full_rope_base=1e6, full_values="own", full_kv_heads=2, logit_cap=None),
+        drop(
+            *("layer_types", "rope_parameters", "num_kv_shared_layers", "attention_k_eq_v", "final_logit_softcapping"),
+            *("per_layer_config", "num_global_key_value_heads", "hidden_activation"),
+        ),
     ),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
 }

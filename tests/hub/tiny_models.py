@@ -14,6 +14,7 @@ import moezoo
 from moezoo.hub.tensors import tensors
 from moezoo.models import (
     DeepSeekConfig,
+    Gemma4Config,
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
@@ -93,6 +94,13 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 2}
     delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
+
+
+def gemma4(**changes: Any) -> Gemma4Config:
+    """Return a tiny Gemma 4 whose first layer of two has a window, and whose cap bends some logits."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
+    rope = {"rope_base": 100.0, "full_rope_base": 100.0}
+    return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -193,6 +201,11 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "gemma4": gemma4(),
+    "gemma4 own values": gemma4(
+        layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
+    ),
+    "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -220,6 +233,7 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
+    "gemma4": gemma4(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 

@@ -427,7 +427,13 @@ def test_the_choice_on_accelerators():
     assert chosen_backend(hopper, **many) == "hopper"
     assert chosen_backend(hopper, **many, dtype="float32") == "chunked"
     assert chosen_backend(hopper, **many, is_sorted=False) == "chunked"
+    # Heads of 512 do not fit into the shared memory of Hopper's kernel.
+    assert [chosen_backend(hopper, **many, width=width) for width in (256, 512)] == ["hopper", "chunked"]
+    assert reasons("chunked", hopper, (), "bfloat16", width=512) == ["hopper takes heads of at most 256, not 512"]
+    with refused("attention=hopper: does not run on cuda 9.0 with bfloat16 and heads of 512; "):
+        chosen_backend(hopper, **many, names=("hopper",), width=512)
     tpu = Target("tpu")
+    assert chosen_backend(tpu, **many, width=512) == "splash"
     assert [chosen_backend(tpu, **many, dtype=dtype) for dtype in ("bfloat16", "float32")] == ["splash"] * 2
     assert chosen_backend(tpu, **many, dtype="float16") == "chunked"
     assert chosen_backend(tpu, **many, is_sorted=False) == "chunked"

@@ -10,7 +10,7 @@ from refusals import refused
 
 import moezoo
 from moezoo.models import FAMILIES, DeepSeekConfig
-from moezoo.models.base import Unembedding
+from moezoo.models.base import TokenEmbedding, Unembedding
 from moezoo.models.blueprint import Blueprint
 from moezoo.parallel.axes import count_parameters, parameter_table
 
@@ -35,6 +35,19 @@ def test_logits_are_not_rounded_to_bfloat16():
         factors = (np.asarray(x, np.float64) for x in (unembedding.norm(hidden), unembedding.weight))
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(logits, np.matmul(*factors), rtol=0, atol=1e-5 * np.abs(logits).max())
+
+
+def test_a_cap_of_logits_and_a_factor_of_embeddings():
+    options: Any = {"std": 1.0, "dtype": jnp.dtype("bfloat16"), "key": jax.random.key(0)}
+    plain, capped = (Unembedding(64, 50, epsilon=1e-3, cap=cap, **options) for cap in (None, 3.0))
+    rows = jax.random.normal(jax.random.key(1), (6, 64), jnp.bfloat16)
+    for hidden in (rows, rows.reshape(2, 3, 64)):
+        wanted = 3 * np.tanh(np.asarray(plain(hidden), np.float64) / 3)
+        np.testing.assert_allclose(capped(hidden), wanted, rtol=0, atol=1e-5)
+    # The factor is rounded to the dtype of embeddings: the root of 65 is 8.0623, and 8.0625 in bfloat16.
+    table = TokenEmbedding(50, 64, factor=65**0.5, **options)
+    found = table(jnp.asarray([[3]]))[0, 0]
+    np.testing.assert_array_equal(found, table.weight[3] * jnp.asarray(8.0625, jnp.bfloat16))
 
 
 def test_texts_that_sparse_attention_would_cut_are_refused():

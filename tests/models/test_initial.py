@@ -29,6 +29,7 @@ def test_initial_values(family):
         is_filter = ".convolutions" in path
         if axes.role not in (Role.WEIGHT, Role.EMBEDDING) and not is_filter:
             starts = axes.role is Role.SCALE and (".attention.norm" in path or not config.norms_around_one)
+            starts |= path.endswith((".decay.bias", "].scale"))
             assert np.unique(array).tolist() == [float(starts)], path
             continue
         stacked = len(axes.stacked)

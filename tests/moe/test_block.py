@@ -1,14 +1,16 @@
 """The MoE block: its formula, and the operations of its forward and backward pass."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from contexts import context_of
 
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import MoE
+from moezoo.moe.mixture import BranchNorms, MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.mlp import MLP
+from moezoo.nn.norm import RMSNorm
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import equations
@@ -64,3 +66,32 @@ def test_nothing_is_added_by_scatter():
     assert "scatter-add" not in names
     # The only scatter inverts the permutation of the sort.
     assert names.count("scatter") == 1
+
+
+def test_norms_around_each_branch():
+    """Each branch reads the stream through a norm of its own, and the router reads the stream itself."""
+    keys, options = jax.random.split(jax.random.key(0), 8), {"out_std": 1.0, "dtype": jnp.dtype("float32")}
+    router = Router(8, 4, 2, Choice(), dtype=options["dtype"], key=keys[0])
+    experts, shared = Experts(4, 8, 12, **options, key=keys[1]), MLP(8, 5, **options, key=keys[2])
+    scales = [jax.random.uniform(key, (8,), minval=0.5, maxval=2.0) for key in keys[3:7]]
+    norms = BranchNorms(*(RMSNorm(8, 0.1, dtype=options["dtype"]) for _ in range(4)))
+    norms = eqx.tree_at(lambda n: [norm.scale for norm in vars(n).values()], norms, scales)
+    x, context = jax.random.normal(keys[7], (2, 3, 8)), context_of(np.ones((2, 3)))
+
+    def run(block, x):
+        return block(x, context, on_mesh(Execution()))
+
+    found = jax.jit(run)(block := MoE(router, experts, shared, norms), x)
+    assert block.is_whole
+    # The router normalises nothing, so a plain mixture of the same router chooses as this one where it reads the same.
+    assignment, _ = router(x, jnp.ones((2, 3), bool))
+    tokens = norms.before_experts(x).reshape(-1, 8)
+    routed = np.zeros((6, 8))
+    for token, choice in np.ndindex(6, 2):
+        e = int(assignment.expert_ids[token, choice])
+        inner = jax.nn.silu(tokens[token] @ experts.gate[e]) * (tokens[token] @ experts.up[e])
+        routed[token] += np.asarray(assignment.gates[token, choice] * (inner @ experts.down[e]))
+    np.testing.assert_allclose(found.routed.reshape(-1, 8), routed, rtol=0, atol=1e-5)
+    beside = run(shared, norms.before_shared(x)).y
+    wanted = norms.after_experts(jnp.asarray(routed.reshape(2, 3, 8), jnp.float32)) + norms.after_shared(beside)
+    np.testing.assert_allclose(found.y, wanted, rtol=0, atol=2e-5)

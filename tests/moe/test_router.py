@@ -199,3 +199,22 @@ def test_counts_are_not_doubled_under_rematerialisation():
 
     (_, sums), _ = jax.jit(jax.value_and_grad(total, has_aux=True))(np.stack([weight, weight]))
     np.testing.assert_array_equal(sums.counts.sum(-1), 2 * np.tile(valid.sum(1), (2, 1)))
+
+
+def test_scales_of_the_input_and_of_gates():
+    """A token is divided by its root mean square, scaled, and divided by sqrt(d); gates are scaled after their sum."""
+    x, weight, valid = inputs()
+    rng = np.random.default_rng(5)
+    scale, of_experts = rng.uniform(0.5, 2, EMBED).astype(np.float32), rng.uniform(0.5, 2, EXPERTS).astype(np.float32)
+    dtype, key = jnp.dtype("float32"), jax.random.key(0)
+    router = Router(EMBED, EXPERTS, 2, Choice(), scales="trained", norm_eps=0.1, dtype=dtype, key=key)
+    where = lambda r: (r.weight, r.input_scale, r.expert_scale)  # noqa: E731
+    router = eqx.tree_at(where, router, tuple(map(jnp.asarray, (20 * weight, scale, of_experts))))
+    (experts, gates), sums = jax.jit(lambda router, x: router(x, jnp.asarray(valid)))(router, x)
+    wide = x.astype(np.float64)
+    read = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.1) * scale / EMBED**0.5
+    chosen, shares, *_, z = loop(read, 20 * weight, valid, 2)
+    np.testing.assert_array_equal(experts, chosen)
+    wanted = shares * np.append(of_experts, 0)[chosen]
+    np.testing.assert_allclose(gates, wanted, rtol=0, atol=20 * PRECISION)
+    np.testing.assert_allclose(sums.z, z, rtol=20 * PRECISION)

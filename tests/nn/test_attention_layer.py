@@ -8,7 +8,7 @@ from definitions import attention, complex_rotation, rms_norm
 
 from moezoo.nn.attention import Attention
 from moezoo.nn.positions import Context
-from moezoo.nn.rotary import Rotary
+from moezoo.nn.rotary import Proportional, Rotary
 from moezoo.parallel.collectives import ALONE
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
@@ -24,11 +24,13 @@ POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)
 AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
-# and a bound on all numbers; norms around one, and a gate.
+# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor.
 PARTS = {
     "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
     "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
     "gate": {"norm_over": "head", "norm_around_one": True, "gated": True, "rotary": Rotary(2, 100.0)},
+    "keys": {"norm_over": "head", "norm_values": True, "values_from": "keys", "scale": 0.7}
+    | {"rotary": Rotary(HEAD_DIM, 100.0, Proportional(0.5))},
     "projection": {"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)},
 }
 
@@ -51,14 +53,19 @@ def test_equals_a_loop(name):
         y = np.clip(y, -0.7, 0.7) if name == "projection" else y
         if not turned:
             return y
+        if name == "keys":  # of two pairs the first one rotates
+            return np.where(np.arange(HEAD_DIM) % 2, y, complex_rotation(y, POSITIONS, 100.0))
         dims = layer.rotary.dims
         return np.concatenate([complex_rotation(y[..., :dims], POSITIONS, 100.0), y[..., dims:]], axis=-1)
 
     q = part(layer.query, layer.query_bias, layer.query_norm, True)
     k = part(layer.key, layer.key_bias, layer.key_norm, True)
-    v = part(layer.value, layer.value_bias, None, False)
+    v = part(layer.key if layer.value is None else layer.value, layer.value_bias, None, False)
+    if name == "keys":
+        assert layer.value is None
+        v = rms_norm(v, 1.0, 0.1)
     q = q.reshape(BATCH, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    y = attention(q, k, v, POSITIONS, SEGMENTS, HEAD_DIM**-0.5, window=3)
+    y = attention(q, k, v, POSITIONS, SEGMENTS, 0.7 if name == "keys" else HEAD_DIM**-0.5, window=3)
     y = y.reshape(BATCH, SEQ, HEADS, HEAD_DIM)
     if layer.gate is not None:
         y = y / (1 + np.exp(-part(layer.gate, None, None, False)))

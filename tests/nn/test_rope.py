@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from definitions import complex_rotation
 
-from moezoo.nn.rotary import Rotary, Unscaled, frequencies
+from moezoo.nn.rotary import Proportional, Rotary, Unscaled, frequencies
 
 SHAPE = (2, 5, 3, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, np.float32)
@@ -41,3 +41,13 @@ def test_some_dimensions_rotate_and_others_stay():
     wanted = complex_rotation(halves, POSITIONS, 100.0) * 1.5
     np.testing.assert_allclose(found[..., :4], wanted, rtol=0, atol=2 * PRECISION)
     np.testing.assert_array_equal(found[..., 4:], X[..., 4:])
+
+
+def test_the_first_pairs_rotate_as_where_all_do():
+    """Pair i is of dimensions i and i + 4; two of four pairs rotate, and of 0.7 of them, too."""
+    whole = complex_rotation(X, POSITIONS, 100.0)
+    for share in (0.5, 0.7):
+        rotary = Rotary(8, 100.0, Proportional(share))
+        found = rotary(jnp.asarray(X), rotary.turn(jnp.asarray(POSITIONS)))
+        np.testing.assert_allclose(found[..., [0, 1, 4, 5]], whole[..., [0, 1, 4, 5]], rtol=0, atol=PRECISION)
+        np.testing.assert_array_equal(found[..., [2, 3, 6, 7]], X[..., [2, 3, 6, 7]])

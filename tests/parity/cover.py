@@ -40,6 +40,7 @@ from moezoo.config.settings import ExecutionSettings, TrainConfig
 from moezoo.data import Batch
 from moezoo.models import (
     DeepSeekConfig,
+    Gemma4Config,
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
@@ -111,6 +112,9 @@ _KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
+# A layer with a window and one without, whose heads have one size: the oracle stacks them. The cap bends most logits.
+_GEMMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "mlp": 20}
+_GEMMA4 |= {"full_kv_heads": 2, "full_head_dim": 8, "full_rope_base": 50.0, "full_rope_share": 0.5, "logit_cap": 2.0}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -124,7 +128,16 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
 }
 
-Config = MixtralConfig | DeepSeekConfig | GroupedConfig | OlmoeConfig | GptOssConfig | KimiLinearConfig | Qwen35Config
+Config = (
+    MixtralConfig
+    | DeepSeekConfig
+    | GroupedConfig
+    | OlmoeConfig
+    | GptOssConfig
+    | KimiLinearConfig
+    | Qwen35Config
+    | Gemma4Config
+)
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
 _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "mixtral": (MixtralConfig, _MIXTRAL, 3),
@@ -138,6 +151,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 4),
+    "gemma4": (Gemma4Config, _GEMMA4, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
@@ -155,7 +169,8 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     values = {**_COMMON, "load_balance_over": balance, **sizes, **changes}
     if not hasattr(config_class, "rope_base"):
         del values["rope_base"]
-    if not values.get("tied_embeddings"):  # large logits, so that gradients of layers are large
+    # Large logits, so that gradients of layers are large.
+    if not values.get("tied_embeddings", config_class().tied_embeddings):
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
     names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]
@@ -202,6 +217,8 @@ def model(family: Family = "mixtral", balance: Balance = "batch") -> Any:
             if i == 0:
                 bias[0, UNUSED] = -8
             router = eqx.tree_at(lambda r: r.choice_bias, router, jnp.asarray(bias, jnp.float32))
+        if router.input_scale is not None:  # larger logits, of which fewer are nearly tied
+            router = eqx.tree_at(lambda r: r.input_scale, router, 12 * router.input_scale)
         changed.append(router)
     return eqx.tree_at(lambda m: [m.embedding.weight, *routers(m)], result, [embedding, *changed])
 

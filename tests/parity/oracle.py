@@ -75,6 +75,14 @@ _FEED_FORWARD = {
     "shared_up": "feed_forward.shared.up",
     "shared_down": "feed_forward.shared.down",
     "shared_token_gate": "feed_forward.shared.token_gate",
+    "router_input_scale": "feed_forward.router.input_scale",
+    "router_expert_scale": "feed_forward.router.expert_scale",
+    "after_attention_norm": "after_attention_norm.scale",
+    "after_feed_forward_norm": "after_feed_forward_norm.scale",
+} | {
+    f"{at}_{part}_norm": f"feed_forward.norms.{at}_{part}.scale"
+    for at in ("before", "after")
+    for part in ("experts", "shared")
 }
 
 
@@ -206,6 +214,8 @@ class Family(abc.ABC):
     experts_per_token: int
     norm_eps: float
     losses: Losses
+    embedding_factor: float = 1.0
+    logit_cap: float | None = None  # what logits stay below
 
     @abc.abstractmethod
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
@@ -255,7 +265,12 @@ def top_indices(numbers: Sequence[float], count: int) -> list[int]:
 
 
 def run_experts(
-    p: TapedParameters, layer: int, x: Value, route: Route, activation: Activation = silu_gated
+    p: TapedParameters,
+    layer: int,
+    x: Value,
+    route: Route,
+    activation: Activation = silu_gated,
+    read: Value | None = None,
 ) -> tuple[Value, Routing]:
     """Return the sum over each token's experts of gate * expert(token), and the routing.
 
@@ -264,6 +279,7 @@ def run_experts(
         x: The tokens of one row [tokens, D].
         route: A function that chooses a token's experts from its logits.
         activation: A function of an expert's two products, to each of which its bias is added if there are biases.
+        read: What the router reads in place of `x`.
     """
     num_experts = p.shape("router")[2]
 
@@ -274,7 +290,7 @@ def run_experts(
     rows, routing = [], Routing(np.zeros(num_experts, np.int64), as_value(0), as_value(0))
     for i in range(len(x.data)):
         token = x[i]
-        logits = product(token, "router", layer)
+        logits = product(token if read is None else read[i], "router", layer)
         gates, probabilities = route(logits)
         y = as_value(0)
         for e, gate in gates.items():
@@ -291,7 +307,7 @@ def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tupl
     """Return the nats of one row, summed over its predicted tokens, and the routing of each layer with experts."""
     real = row["segments"] > 0
     tokens, labels, segments, positions = (row[k][real] for k in ("tokens", "labels", "segments", "positions"))
-    x = stack([p("embedding", int(token)) for token in tokens])
+    x = stack([p("embedding", int(token)) for token in tokens]) * family.embedding_factor
     x, routing = family.layers(p, x, Coordinates(segments, positions))
     # Tied embeddings: one table, whose gradient is the sum of both uses.
     unembedding = p("unembedding") if "unembedding" in p.whole else p("embedding").T
@@ -299,6 +315,8 @@ def _row(p: TapedParameters, row: dict[str, np.ndarray], family: Family) -> tupl
     for i, label in enumerate(labels.tolist()):
         if label >= 0:
             logits = family.norm(x[i], p("final_norm")) @ unembedding
+            if family.logit_cap is not None:  # cap * tanh(logits / cap)
+                logits = family.logit_cap * (2 / (1 + exp(-2 / family.logit_cap * logits)) - 1)
             nats = nats + log(exp(logits).sum()) - logits[label]
     return nats, routing
 
@@ -418,7 +436,7 @@ class AdamW:
 
 
 # How the names of arrays end that multiply no activations.
-_NOT_PRODUCTS = ("norm", "bias", "sinks", "rate", "filter")
+_NOT_PRODUCTS = ("norm", "bias", "sinks", "scale", "rate", "filter")
 # What Muon orthogonalises, by the oracle's names: i and o number inputs and outputs, m numbers matrices of their own.
 # Dimensions before these number layers, and experts where the array has them.
 _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_down": "io", "kv_down": "io"}

@@ -90,6 +90,9 @@ class Grouped(Family):
     rotary_dims: int | None = None  # the first dimensions of a head, which are rotated; None for all
     bias: np.ndarray | None = None  # the choice bias [layer with experts, expert]
     bias_rate: float = 0.0
+    score_scale: float | None = None  # the factor of scores; None for the usual one
+    embedding_factor: float = 1.0
+    logit_cap: float | None = None
 
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
@@ -137,7 +140,7 @@ class Grouped(Family):
         for head, query in enumerate(queries):
             shared = head * len(keys) // len(queries)
             scores = self._turned(query, positions) @ self._turned(keys[shared], positions).T
-            scores = scores / math.sqrt(query.data.shape[1])
+            scores = scores / math.sqrt(query.data.shape[1]) if self.score_scale is None else scores * self.score_scale
             sink = p("sinks", layer, head) if "sinks" in p.whole else None
             y = attend(scores, visible, values[shared], sink)
             if "attention_gate" in p.whole:

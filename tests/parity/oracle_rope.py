@@ -20,6 +20,7 @@ class Rope:
     mscale: float = 1.0
     mscale_all: float = 0.0
     truncate: bool = True
+    share: float = 1.0  # the share of the pairs that rotate, the first ones
 
     def rotate(self, x: Value, positions: np.ndarray) -> Value:
         """Return x [tokens, size] with each pair of dimensions rotated by position * frequency, times the magnitude."""
@@ -53,7 +54,7 @@ class Rope:
         pairs that make more than `beta_fast` turns and divides by `factor` those of pairs that make less than
         `beta_slow`. In between the change is linear in the pair's index, from a whole index to one with `truncate`.
         """
-        plain = [self.base ** (-2 * i / size) for i in range(size // 2)]
+        plain = [self.base ** (-2 * i / size) if i < self.share * size // 2 else 0.0 for i in range(size // 2)]
         if self.factor == 1:
             return plain
 

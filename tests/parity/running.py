@@ -15,6 +15,7 @@ import pytest
 from blueprints import as_blueprint
 from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
+from oracle_gemma4 import Gemma4, gelu_gated
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
@@ -23,6 +24,7 @@ from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
 from moezoo.models import (
     DeepSeekConfig,
+    Gemma4Config,
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
@@ -249,7 +251,18 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     elif isinstance(c, GptOssConfig):
         different = {"rope": _rope(c.rope_base, c.yarn), "window": c.window, "full": range(1, c.layers, 2)}
         different["activation"] = clamped_swiglu(c.swiglu_alpha, c.swiglu_limit)
+    elif isinstance(c, Gemma4Config):
+        different = {"window": c.window, "full": (c.layers - 1,), "activation": gelu_gated, "score_scale": 1.0}
+        different |= {"embedding_factor": c.embed**0.5, "logit_cap": c.logit_cap, "scales": _scales(family, balance)}
+        full = Rope(c.full_rope_base, share=c.full_rope_share)
+        return Gemma4(**{**common, **different}, full_rope=full)
     return Grouped(**{**common, **different})
+
+
+def _scales(family: Family, balance: Balance) -> np.ndarray:
+    found = oracle.stacked(model(family, balance), "scale")
+    assert found is not None
+    return found[:, 0].astype(np.float64)
 
 
 def _choice(r: Any) -> Choice:

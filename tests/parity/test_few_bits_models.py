@@ -71,8 +71,11 @@ def paths_of(model: Any) -> list[str]:
 @functools.cache
 def stored_model(family: str = "deepseek") -> Any:
     """Return a tiny model, most of whose weights have few bits."""
-    sizes = _SIZES if family == "deepseek" else {"embed": 80, "expert_mlp": 48, "layers": 2, "mlp_layers": ()}
-    sizes = sizes | ({"shared_mlp": 64} if family == "qwen3_5" else {})
+    sizes: dict[str, Any] = (
+        _SIZES if family == "deepseek" else {"embed": 80, "expert_mlp": 48, "layers": 2, "mlp_layers": ()}
+    )
+    if family == "qwen3_5":
+        sizes = sizes | {"shared_mlp": 64}
     return jax.jit(with_containers)(build_model(config(family, **sizes), key=jax.random.key(3)))
 
 

@@ -325,19 +325,25 @@ def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens:
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
     if "feed_forward.shared.token_gate" in trains:  # whole
         book("B", "psum", width, sizes.embed, run.reduce_width)
+    # Experts and the MLP beside them, where each has norms of its own.
+    parts = 1 + ("feed_forward.norms.after_experts.scale" in shapes)
     # Of the backward pass only a norm after the layer needs its result.
-    book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width)
-    book("B", "psum", width, tokens * sizes.embed, run.width)  # the gradient of tokens
+    book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width, parts)
+    book("B", "psum", width, tokens * sizes.embed, run.width, parts)  # the gradient of tokens
     if "feed_forward.router.weight" in shapes:
         book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        drops = [exchange(book, run, end - start, sizes) for start, end in pairwise(ends)]
+        drops = [exchange(book, run, end - start, sizes, normed) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
-    """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any."""
+def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> bool:
+    """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
+
+    `normed`: whether a norm reads the results, which it needs again for its gradient.
+    """
+    results = "FR" if normed else "F"
     group, devices, k, embed = run.experts, run.ways(run.experts), sizes.experts_per_token, sizes.embed
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
@@ -354,7 +360,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
     if run.name == "ring":
         book("FR", "all_gather", group, tokens * embed, run.width)  # tokens
         book("FR", "all_gather", group, tokens * 2 * k, FLOAT32)  # experts and gates
-        book("F", "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
+        book(results, "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
         book("B", "all_gather", group, tokens * embed, run.width)  # the gradients of these three
         book("B", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
@@ -364,7 +370,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any) -> bool:
     elif run.name == "capacity":
         book("FRB", "all_to_all", group, rows * embed, run.width, 2)
     if replicated:
-        book("F", "all_gather", group, tokens * embed, run.width)  # the results of all shares
+        book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)
         book("B", "psum", group, devices * tokens * embed, run.width)  # the gradients of tokens and gates
         book("B", "psum", group, devices * tokens * k, FLOAT32)

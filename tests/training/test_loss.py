@@ -11,6 +11,7 @@ from programs import largest_array
 import moezoo
 from moezoo.models import MixtralConfig
 from moezoo.models.base import LanguageModel, TokenEmbedding, Unembedding
+from moezoo.nn.linear import project
 from moezoo.parallel.kernels import Target
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.traces import equations
@@ -44,19 +45,27 @@ def ours(unembedding, hidden):
 
 def definition(unembedding, hidden):
     """Return the same from all logits."""
-    log_p = jax.nn.log_softmax(unembedding(hidden))
+    logits = project(unembedding.norm(hidden), unembedding.weight, dtype=jnp.float32)
+    log_p = jax.nn.log_softmax(
+        logits if unembedding.cap is None else unembedding.cap * jnp.tanh(logits / unembedding.cap)
+    )
     return -sum(log_p[i, j, LABELS[i, j]] for i in range(2) for j in range(5) if LABELS[i, j] >= 0) / 3
 
 
-def test_cross_entropy_in_chunks():
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_cross_entropy_in_chunks(cap):
     """The sum over labels from 0 on, and its gradients; the last of three chunks is not full.
 
-    No array is larger than the weight, so the logits of all ten tokens do not exist.
+    No array is larger than the weight, so the logits of all ten tokens do not exist. A cap bends nearly all of them.
     """
-    programs = [jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(*OPERANDS).compile() for f in (ours, definition)]
+    unembedding = Unembedding(
+        EMBED, VOCAB, epsilon=1e-3, std=1.0, cap=cap, dtype=jnp.dtype("float32"), key=jax.random.key(0)
+    )
+    operands = unembedding, HIDDEN
+    programs = [jax.jit(jax.value_and_grad(f, argnums=(0, 1))).lower(*operands).compile() for f in (ours, definition)]
     found, wanted = (largest_array(program.as_text() or "") for program in programs)
     assert found <= EMBED * VOCAB < wanted
-    found, wanted = (jax.tree.leaves(program(*OPERANDS)) for program in programs)
+    found, wanted = (jax.tree.leaves(program(*operands)) for program in programs)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 

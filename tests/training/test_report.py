@@ -215,6 +215,19 @@ def test_the_lines_of_kernels_give_reasons(monkeypatch, words, target, product, 
     assert found == [f"grouped_matmul: {product}", f"attention: {attention}"]
 
 
+def test_attention_has_a_line_per_backend(monkeypatch):
+    """Heads of layers that see all tokens are larger than those of Hopper's kernel."""
+    words = ("model=gemma4", "model.window=100", "model.full_head_dim=512", "execution.dtype=bfloat16", "seq_len=256")
+    cfg = moezoo.compose(*words)
+    monkeypatch.setattr("moezoo.parallel.mesh_execution.target_of", lambda mesh: Target("cuda", "9.0"))
+    found = kernel_lines(on_mesh(build_execution(cfg)), cfg.seq_len, Blueprint(cfg.model).shapes.stacks)
+    skips = "window 100 in 5 of 6 layers, documents in order"
+    assert found[1:] == [
+        f"attention: hopper (cuda 9.0; {skips}; heads of 32)",
+        f"attention: reference (cuda 9.0: hopper takes heads of at most 256, not 512; {skips}; heads of 512)",
+    ]
+
+
 def test_the_line_of_products_with_experts_in_few_bits(monkeypatch):
     """They take the portable backend, because others need whole stacks."""
     cfg = moezoo.compose("execution.dtype=bfloat16")

@@ -139,7 +139,7 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
 
     def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
         first = positional[0] if positional else named.get("hidden_states")
-        before, after = None if first is None else _array(first), _output(module, output)
+        before, after = None if first is None else _array(first), _output(output)
         if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
             before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
         records[name] = ModuleRecord(before, after)
@@ -159,11 +159,11 @@ def _array(x: Any) -> np.ndarray:
     return x.detach().float().numpy().copy()
 
 
-def _output(module: Any, output: Any) -> np.ndarray:
+def _output(output: Any) -> np.ndarray:
     """Return a module's result as one array; for a router, each token's gate for each expert, zero if not chosen."""
     import torch
 
-    if isinstance(output, tuple) and len(output) == 3 and hasattr(module, "top_k"):
+    if isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64:
         logits, gates, expert_ids = output
         output = torch.zeros_like(logits, dtype=gates.dtype).scatter(1, expert_ids, gates)
     return _array(output[0] if isinstance(output, tuple) else output)

@@ -194,9 +194,8 @@ class _Device:
             padding = self.cfg.seq_len / self.program.length  # prompts have more tokens than attend
             if any(self.ticks):  # the trace shows that ticks attend again; in them layers do as everywhere
                 again = REMAT[self.execution.remat].kernels_keep == "inputs"
-            # FLOPs of a query and a key that it sees.
-            pair = 2 * (self.cfg.model.heads // heads) * self.cfg.model.dims_of_a_pair
-            self._add(found, [pair * keys for keys in _seen(self.cfg, self.model)], again, padding)
+            seen = [2 * (self.cfg.model.heads // heads) * dims for dims in _seen(self.cfg, self.model)]  # of a query
+            self._add(found, seen, again, padding)
         per_token = [_token_flops(stack) for stack in self.model.stacks]
         self._add(found, [each.convolution / heads for each in per_token], self.execution.remat != "none")
         if self.call == "decode":
@@ -303,11 +302,15 @@ def _flops(one: Equation) -> float:
 
 
 def _seen(cfg: TrainConfig, model: Any) -> list[float]:
-    """Return the keys per query, itself included: for each stack the mean over queries, summed over a period."""
+    """Return the multiplications per query and head with the keys and values that it sees, itself included.
+
+    They are, for each stack, the mean over queries, summed over a period.
+    """
     seen = []
     for stack in model.stacks:
-        windows = [block.attention.state(cfg.seq_len).num_slots for block in stack.blocks]
-        seen.append(sum(w - w * (w - 1) / 2 / cfg.seq_len for w in windows))
+        attends = [block.attention for block in stack.blocks if any(block.attention.head_sizes)]
+        windows = [(mixer.state(cfg.seq_len).num_slots, sum(mixer.head_sizes)) for mixer in attends]
+        seen.append(sum(dims * (w - w * (w - 1) / 2 / cfg.seq_len) for w, dims in windows))
     return seen
 
 
@@ -329,7 +332,6 @@ def model_flops(cfg: TrainConfig) -> float:
         for _, axes, shape in parameter_table(shapes)
         if len({*axes.names} - {"layer"}) == 1 or axes.role is Role.SCALE
     )
-    seen = sum(stack.count * keys for stack, keys in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
+    seen = sum(stack.count * dims for stack, dims in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
     recurrent = sum(stack.count * sum(_token_flops(stack)) for stack in shapes.stacks)
-    attention = 2 * m.heads * m.dims_of_a_pair * seen
-    return 3.0 * tokens * (2 * (active - m.looked_up) + attention + recurrent)
+    return 3.0 * tokens * (2 * (active - m.looked_up) + 2 * m.heads * seen + recurrent)
