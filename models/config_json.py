@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from moezoo.errors import UserError
+from moezoo.models.config import MAX_LAYERS
 from moezoo.typed import ANY_NUMBER, Range, convert, show
 
 REQUIRED: Any = object()
 _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 _LARGEST = 2**31 - 1
+_LARGEST_OF = {"num_hidden_layers": MAX_LAYERS}  # parts of a file list all layers while they are read
 _ROOM = 240  # characters of a list in a message
 Extension = Literal["default", "yarn", "llama3"]
 
@@ -89,7 +91,7 @@ class ConfigJson:
             key: The key.
             kind: The type, as for `moezoo.typed.convert`. Null is a value only if the type has None.
             default: The value of a missing key; without it the key is required.
-            least: The smallest integer; the largest is that of int32.
+            least: The smallest integer; the largest is that of int32, for layers `MAX_LAYERS`.
 
         Raises:
             UserError: The key is missing, or its value does not fit.
@@ -98,7 +100,7 @@ class ConfigJson:
         if key in self._mapping:
             label = self._label(key)
             whole = kind is int or int in typing.get_args(kind)
-            valid = Range(at_least=least, at_most=_LARGEST) if whole else ANY_NUMBER
+            valid = Range(at_least=least, at_most=_LARGEST_OF.get(key, _LARGEST)) if whole else ANY_NUMBER
             return convert(kind, self._mapping[key], label, valid=valid)
         if default is REQUIRED:
             raise UserError(f"{self._label(key)} is missing; the folder has another kind of model, or is damaged")

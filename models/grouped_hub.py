@@ -90,7 +90,7 @@ def _read_layer_types(config: ConfigJson, layers: int) -> Split:
     without = [i for i, kind in enumerate(types) if kind == "dense"]
     # Another spelling, which vLLM and SGLang read, and transformers does not.
     first = config.read("first_k_dense_replace", int | None, None, least=0)
-    if first is not None and [*range(first)] != without:
+    if first is not None and [*range(min(first, layers + 1))] != without:
         raise UserError(f"config.json: first_k_dense_replace={first} contradicts mlp_layer_types; delete the wrong one")
     return 1, without
 

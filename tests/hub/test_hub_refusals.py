@@ -369,6 +369,7 @@ def test_a_file_that_states_no_scheme_of_weights(tmp_path, algorithm):
     name => keys => line
     mixtral => {"num_hidden_layers": 10000} => num_hidden_layers=10000 ... 2 layers
     qwen3 => {"num_hidden_layers": 1000000000} => num_hidden_layers=1000000000 ... at most 10000
+    gpt_oss => {"num_hidden_layers": 10001} => num_hidden_layers=10001 must be ... at most 10000
     v3 => {"num_hidden_layers": 10000} => num_hidden_layers=10000 ... 2 layers
     mixtral => {"num_local_experts": 100000000} => num_local_experts=100000000 ... 8 experts
     mixtral => {"vocab_size": 2000000000} => embed_tokens.weight ... [40, 16] ... [2000000000, 16]
