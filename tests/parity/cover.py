@@ -150,7 +150,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
-    "qwen3_5": (Qwen35Config, _QWEN3_5, 4),
+    "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
     "gemma4": (Gemma4Config, _GEMMA4, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
