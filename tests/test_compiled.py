@@ -174,7 +174,7 @@ def test_how_often(line, times):
         other=_LOOPS,
     )
     if times is None:
-        with pytest.raises(ValueError, match="a collective in a loop of unknown length"):
+        with pytest.raises(ValueError, match="a loop of unknown length"):
             collectives(text, SIZES)
     else:
         assert [(c.op, c.times) for c in collectives(text, SIZES)] == [("all-reduce", n) for n in times]

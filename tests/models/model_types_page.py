@@ -57,7 +57,7 @@ MISSING = {
     "exaone_moe": "windows in some layers, layers without rotation",
     "flex_olmo": "norms after each part instead of before",
     "flint": "windows in some layers, shared experts in a model like `qwen3_moe`",
-    "gemma4": "norms around each part, windows with other sizes of heads, an MLP beside experts, a soft cap on logits",
+    "gemma4": "",
     "glm4_moe": "",
     "glm4_moe_lite": "",
     "glm4v_moe": f"{_AROUND}; positions in three parts",
