@@ -149,7 +149,11 @@ def backends_of(kernel: str, target: Target, dtype: str = "bfloat16", *more: str
     The lists are the library's own, so a backend that is registered joins them.
     """
     if kernel == "attention":
-        own, takes = ("chunked", *more), {n: one for n, one in ATTENTION.items() if one.takes(target, dtype, True)}
+        width = max(sizes.dim for sizes in SCORES.values())
+        own, takes = (
+            ("chunked", *more),
+            {n: one for n, one in ATTENTION.items() if one.takes(target, dtype, True, width)},
+        )
     elif kernel == "delta_rule":
         own, takes = ("chunked", *more), {n: one for n, one in DELTA_RULE.items() if one.takes(target, dtype)}
     else:

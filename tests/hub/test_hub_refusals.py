@@ -57,7 +57,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     mixtral => {"vocab_size": 1000000000000} => vocab_size=1000000000000 ... at most 2147483647
     mixtral => {"vocab_size": 1000000000000000000000000000000}
         => vocab_size=1000000000000000000000000000000 ... at most 2147483647
-    qwen3 => {"num_hidden_layers": 2147483648} => num_hidden_layers=2147483648 ... at most 2147483647
+    qwen3 => {"num_hidden_layers": 2147483648} => num_hidden_layers=2147483648 ... at most 10000
     mixtral => {"vocab_size": true} => vocab_size=true: expected a whole number
     mixtral => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
     v2 => {"max_position_embeddings": 0} => max_position_embeddings=0 ... at least 1
