@@ -71,8 +71,13 @@ def _read_mixers(config: ConfigJson, found: Found) -> Found:
     types = config.read_layer_types((_ATTENDS, _RECURS), count)
     attends = None if types is None else tuple(i for i, kind in enumerate(types) if kind == _ATTENDS)
     full, deltas = (table.read(key, tuple[int, ...] | None, None, least=0) for key in (_FULL, _DELTAS))
-    if full is not None or deltas is not None or attends is None:
-        listed = (*(full or ()), *(deltas or ()))
+    if (full is None) != (deltas is None):
+        raise UserError(
+            f"config.json: {_TABLE} has {_DELTAS if full is None else _FULL} alone; write both, also if empty"
+        )
+    if full is not None or attends is None:
+        full, deltas = full or (), deltas or ()
+        listed = (*full, *deltas)
         times, there = Counter(listed), range(1, count + 1)
         wrong = next((i for i in itertools.chain(listed, there) if times[i] != 1 or i not in there), None)
         if wrong is not None:
@@ -80,7 +85,6 @@ def _read_mixers(config: ConfigJson, found: Found) -> Found:
                 f"config.json: {_TABLE}.{_FULL} and {_DELTAS} name layer {wrong} {times[wrong]} times: expected each "
                 f"layer from 1 to num_hidden_layers={count} once, and no other"
             )
-        assert full is not None
         from_one = tuple(i - 1 for i in sorted(full))
         if attends not in (None, from_one):
             raise UserError(

@@ -169,8 +169,10 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
         => linear_attn_config.full_attn_layers and kda_layers name layer 1 2 times
     kimi linear => {"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [], DELTA}}
         => linear_attn_config.full_attn_layers and kda_layers name layer 2 0 times
-    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2, 3], DELTA}}
+    kimi linear => {"linear_attn_config": {"full_attn_layers": [], "kda_layers": [1, 2, 3], DELTA}}
         => linear_attn_config.full_attn_layers and kda_layers name layer 3 1 times
+    kimi linear => {"linear_attn_config": {"kda_layers": [1, 2], DELTA}}
+        => linear_attn_config has kda_layers alone ... write both
     kimi linear => {"linear_attn_config": {DELTA}}
         => linear_attn_config.full_attn_layers and kda_layers name layer 1 0 times
     kimi linear => {"layer_types": ["linear_attention", "full_attention"]}

@@ -328,9 +328,9 @@ def model_flops(cfg: TrainConfig) -> float:
     """
     m, tokens, shapes = cfg.model, cfg.batch_size * cfg.seq_len, blueprint_of(cfg).shapes
     active = count_parameters(shapes, m.experts_per_token)[1] - sum(
-        math.prod(shape)
+        math.prod(shape) * (m.experts_per_token if "expert" in axes.names else m.experts) // m.experts
         for _, axes, shape in parameter_table(shapes)
-        if len({*axes.names} - {"layer"}) == 1 or axes.role is Role.SCALE
+        if axes.role in (Role.SCALE, Role.BIAS)
     )
     seen = sum(stack.count * dims for stack, dims in zip(shapes.stacks, _seen(cfg, shapes), strict=True))
     recurrent = sum(stack.count * sum(_token_flops(stack)) for stack in shapes.stacks)
