@@ -110,7 +110,12 @@ def tolerance_of(case: Case) -> float:
 
 @pytest.mark.parametrize(
     "case",
-    [*cover(), *EXTRA_CASES[:-1], *RECURRENT_CASES, pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer)],
+    [
+        *cover(),
+        *EXTRA_CASES[:-1],
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 6)) for at, case in enumerate(RECURRENT_CASES)),
+        pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer),
+    ],
     ids=str,
 )
 def test_whole_step(case):
