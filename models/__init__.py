@@ -13,6 +13,8 @@ from moezoo.models import (
     grouped_hub,
     kimi_linear,
     kimi_linear_hub,
+    lfm2_moe,
+    lfm2_moe_hub,
     mixtral,
     olmoe,
     qwen3_5,
@@ -26,6 +28,7 @@ from moezoo.models.gemma4 import Gemma4Config
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.kimi_linear import KimiLinearConfig
+from moezoo.models.lfm2_moe import Lfm2MoeConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
@@ -38,8 +41,10 @@ Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, gr
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
+Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block, lfm2_moe_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4)}
+_FAMILIES = (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4)
+FAMILIES = {family.name: family for family in _FAMILIES}
 
 
 def families() -> list[Family]:

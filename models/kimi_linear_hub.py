@@ -181,6 +181,7 @@ def _check(c: KimiLinearConfig, mapping: Mapping[str, Any]) -> None:
         ("router.choice_bias", r.choice_bias, "learned"),
         ("router.group_score", r.group_score if r.groups > 1 else "sum_of_top2", "sum_of_top2"),
         ("router.least_sum", r.least_sum, 0.0),
+        ("router.added_to_sum", r.added_to_sum, 1e-20),
         ("delta.key_heads", d.key_heads, d.value_heads),
         ("delta.key_dim", d.key_dim, d.value_dim),
     ):

@@ -18,6 +18,7 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -31,6 +32,7 @@ from moezoo.nn.rotary import QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
+LFM2_ROUTER = Lfm2MoeConfig().router
 SIGMOID = replace(ROUTER, groups=1, kept_groups=1)
 # The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
@@ -94,6 +96,12 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 2}
     delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
+
+
+def lfm2(**changes: Any) -> Lfm2MoeConfig:
+    """Return a tiny LFM2 whose first layer has a convolution and an MLP."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "rope_base": 100.0}
+    return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
 
 
 def gemma4(**changes: Any) -> Gemma4Config:
@@ -201,6 +209,17 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "lfm2": lfm2(),
+    "lfm2 biases, untied": lfm2(
+        taps=4,
+        convolution_bias="all",
+        dense_layers=0,
+        attention_layers=(0,),
+        router=replace(LFM2_ROUTER, gates="scores", choice_bias="none", scale=1.7),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=False,
+    ),
+    "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
@@ -233,6 +252,7 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
+    "lfm2": lfm2(),
     "gemma4": gemma4(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
