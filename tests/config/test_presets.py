@@ -38,6 +38,7 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "lfm2_8b_a1b": 8_339_929_856,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
@@ -50,7 +51,7 @@ def configuration(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
+        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "lfm2_moe", "gemma4"),
         *TOTALS,
     ],
 )

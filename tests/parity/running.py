@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_convolution
 import oracle_deepseek
 import oracle_delta
 import oracle_grouped
@@ -28,6 +29,7 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -176,6 +178,7 @@ def parameters_of(family: Family, model: Any) -> oracle.Parameters:
         DeepSeekConfig: oracle_deepseek,
         KimiLinearConfig: oracle_delta,
         Qwen35Config: oracle_delta,
+        Lfm2MoeConfig: oracle_convolution,
     }
     return others.get(type(config(family)), oracle_grouped).parameters_of(model)
 
@@ -238,14 +241,17 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"sparse": sparse, "rope": rope, "window": c.window}
         different |= {"choice": _choice(c.router), "rotary_dims": c.rotary_dims}
         if c.router.choice_bias == "learned":
-            bias = oracle_deepseek.bias_of(model(family, balance))
-            assert bias is not None
-            different |= {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
+            different |= _bias(c, family, balance)
     elif isinstance(c, Qwen35Config):
         attends = [i for i, (mixer, _) in enumerate(kinds(c)[0]) if mixer == "attention"]
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
+    elif isinstance(c, Lfm2MoeConfig):
+        assert c.attention_layers is not None
+        different = {"choice": _choice(c.router), "attends": c.attention_layers}
+        different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
+        return oracle_convolution.Lfm2(**{**common, **different, **_bias(c, family, balance)})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
@@ -259,6 +265,12 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     return Grouped(**{**common, **different})
 
 
+def _bias(c: GroupedConfig | Lfm2MoeConfig, family: Family, balance: Balance) -> dict[str, Any]:
+    bias = oracle_deepseek.bias_of(model(family, balance))
+    assert bias is not None
+    return {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
+
+
 def _scales(family: Family, balance: Balance) -> np.ndarray:
     found = oracle.stacked(model(family, balance), "scale")
     assert found is not None
@@ -268,7 +280,7 @@ def _scales(family: Family, balance: Balance) -> np.ndarray:
 def _choice(r: Any) -> Choice:
     """Return the oracle's router for a model's `router` settings."""
     gates = r.gates == "renormalised"
-    return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum)
+    return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum, r.added_to_sum)
 
 
 def _deepseek(c: DeepSeekConfig | KimiLinearConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:
