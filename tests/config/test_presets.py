@@ -51,7 +51,18 @@ def configuration(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "lfm2_moe", "gemma4"),
+        *(
+            "mixtral",
+            "deepseek",
+            "qwen3_moe",
+            "olmoe",
+            "gpt_oss",
+            "glm4_moe",
+            "qwen3_5",
+            "kimi_linear",
+            "lfm2_moe",
+            "gemma4",
+        ),
         *TOTALS,
     ],
 )
@@ -79,7 +90,7 @@ def test_totals_and_nearly_all_is_split_over_all_devices(name):
 # What no paper gives (no released size is tied); a softmax router has no choice bias and so no rate of it; only ERNIE
 # has a least sum.
 NO_PAPER = {"z_loss", "load_balance_over", "tied_embeddings", "unembedding_std", "router.bias_rate", "router.least_sum"}
-NO_PAPER |= {"yarn.truncate", "yarn.attention_factor"}
+NO_PAPER |= {"yarn.truncate", "yarn.attention_factor", "router.added_to_sum"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}

@@ -188,6 +188,13 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     kimi linear => {"use_grouped_topk": false} => use_grouped_topk=false with num_expert_group=4
     kimi linear => {"tie_word_embeddings": true} => tie_word_embeddings=true ... only false
     kimi linear => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
+    lfm2 => {"layer_types": null} => layer_types is missing; write 'full_attention' or 'conv' for each layer
+    lfm2 => {"layer_types": ["conv", "sliding_attention"]} => layer_types names 'sliding_attention' ... or conv
+    lfm2 => {"num_dense_layers": 2} => num_dense_layers=2 must be below num_hidden_layers=2
+    lfm2 => {"tie_embedding": false} => tie_word_embeddings=True and tie_embedding=False are one setting
+    lfm2 => {"rms_norm_eps": 1e-06} => rms_norm_eps=1e-06: moezoo does not know this key
+    lfm2 => {"rope_parameters": {"rope_type": "llama3"}} => rope_type=llama3 ... only default and yarn
+    lfm2 => {"conv_L_cache": 0} => conv_L_cache=0 ... at least 1
     v3.2 => {"q_lora_rank": null} => index_topk=8 needs q_lora_rank
     v3.2 => {"index_topk": 0} => index_topk=0 ... at least 1
     mistral4 => {"scoring_func": "sigmoid"} => scoring_func=sigmoid ... only softmax

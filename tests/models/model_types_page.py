@@ -81,7 +81,7 @@ MISSING = {
     "kolibri1": "norms around each part, windows in some layers, shared experts in a model like `qwen3_moe`",
     "laguna": "gates on attention, a number of heads for each layer, windows in some layers",
     "lara_mini": "windows in some layers, layers without rotation; the gated delta rule is that of `qwen3_next`",
-    "lfm2_moe": f"{_HYBRID} short convolutions",
+    "lfm2_moe": "",
     "llama4": "attention in chunks, layers without rotation, gates on what enters experts",
     "longcat_flash": "two attentions and two MLPs in a layer, experts that compute nothing",
     "mellum": "windows in some layers, with another base of rotation",

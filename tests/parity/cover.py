@@ -114,7 +114,14 @@ _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
 # Convolutions read two tokens of the chunk before; what is added to the sums of gates is a part of them.
-_LFM2 = {**_GROUPED, "layers": 1 + LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_layers": (1,), "mlp": 20}
+_LFM2 = {
+    **_GROUPED,
+    "layers": 1 + LAYERS,
+    "experts_per_token": 3,
+    "norm_eps": 1e-3,
+    "attention_layers": (1,),
+    "mlp": 20,
+}
 _LFM2 |= {"convolution_bias": "all", "router": {"bias_rate": 0.25, "added_to_sum": 0.2}}
 # A layer with a window and one without, whose heads have one size: the oracle stacks them. The cap bends most logits.
 _GEMMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "mlp": 20}

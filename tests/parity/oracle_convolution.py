@@ -1,4 +1,4 @@
-"""The oracle's gated short convolutions, tap by tap, and the model with them: LFM2 (Liquid AI, 2025, arXiv:2511.23404)."""
+"""The oracle's gated short convolutions, tap by tap, and the model with them (Liquid AI, 2025, arXiv:2511.23404)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
