@@ -17,6 +17,8 @@ from moezoo.models import (
     olmoe,
     qwen3_5,
     qwen3_5_hub,
+    windowed,
+    windowed_hub,
 )
 from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
@@ -29,6 +31,7 @@ from moezoo.models.kimi_linear import KimiLinearConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
+from moezoo.models.windowed import WindowedConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
@@ -39,7 +42,10 @@ GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_
 KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4)}
+Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
+FAMILIES = {
+    family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4, Windowed)
+}
 
 
 def families() -> list[Family]:

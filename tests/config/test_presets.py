@@ -39,6 +39,7 @@ TOTALS = {
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
+    "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
 
 
@@ -51,6 +52,7 @@ def configuration(name):
     "name",
     [
         *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
+        "mimo_v2",
         *TOTALS,
     ],
 )

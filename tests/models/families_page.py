@@ -68,6 +68,7 @@ _MODELS = {
     "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
+    "mimo_v2_flash": ("MiMo-V2-Flash", ""),
 }
 _LISTED = """
 ## What is ignored
