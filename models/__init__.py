@@ -19,6 +19,8 @@ from moezoo.models import (
     olmoe,
     qwen3_5,
     qwen3_5_hub,
+    windowed,
+    windowed_hub,
 )
 from moezoo.models.base import LanguageModel, check_key
 from moezoo.models.config import ModelConfig
@@ -32,6 +34,7 @@ from moezoo.models.lfm2_moe import Lfm2MoeConfig
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
+from moezoo.models.windowed import WindowedConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
@@ -43,7 +46,8 @@ KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_lin
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
 Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block, lfm2_moe_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
-_FAMILIES = (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4)
+Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
+_FAMILIES = (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4, Windowed)
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 

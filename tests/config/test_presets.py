@@ -40,6 +40,7 @@ TOTALS = {
     "kimi_linear_48b_a3b": 49_122_675_072,
     "lfm2_8b_a1b": 8_339_929_856,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
+    "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
 
 
@@ -62,6 +63,7 @@ def configuration(name):
             "kimi_linear",
             "lfm2_moe",
             "gemma4",
+            "mimo_v2",
         ),
         *TOTALS,
     ],

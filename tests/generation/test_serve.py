@@ -52,6 +52,7 @@ CASES = [
     ("qwen3_5", "tensor2", "capacity", (8,)),
     ("lfm2_moe", "tensor4", "ring", (8,)),
     ("gemma4", "tensor2", "ragged", (8,)),
+    ("windowed", "tensor4", "ring", (8,)),
 ]
 _DAILY = ("mixtral", "deepseek", "qwen3_5")
 

@@ -103,6 +103,8 @@ def _gradients_of_transformers(theirs):
         gradient = parameter.grad.numpy().copy()
         if not gradient.size:  # of a shared MLP of no width
             continue
+        if theirs.config.model_type == "mimo_v2_flash":
+            name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
         if joined:  # on disk too
             found[name] = gradient
         elif name.endswith("experts.gate_up_proj"):

@@ -290,6 +290,9 @@ def test_layers_of_multi_token_prediction_are_not_loaded():
     left = {*further, "model.layers.1.extra"}
     found = hub.find_unused(left, {"model.layers.1.input_layernorm.weight"})
     assert found == dict.fromkeys(further, "multi-token prediction")
+    further = {"model.mtp.layers.0.self_attn.q_proj.weight"}
+    found = family_of(PLAIN["mimo"]).hub.find_unused({*further, "model.layers.1.extra"}, set())
+    assert found == dict.fromkeys(further, "multi-token prediction")
 
 
 def test_unknown_keys_without_a_value_are_harmless():
@@ -314,10 +317,13 @@ def test_an_attention_factor_is_written_and_read_again():
         assert config_of(family_of(config).hub.write(config)).yarn == yarn, name
 
 
+TWO_BASES = ("gemma4", "mimo")  # of which one key at the top is not enough
+
+
 def test_older_keys_of_rotary_positions_mean_the_same():
     """`rope_scaling` and `rope_theta` at the top, in the spelling of the first releases."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("qwen3", "v2", "v3")}
-    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name != "gemma4"]
+    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name not in TWO_BASES]
     for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         rope = keys.pop("rope_parameters")
@@ -330,7 +336,7 @@ def test_older_keys_of_rotary_positions_mean_the_same():
 def test_older_keys_of_rotary_positions_are_written_too():
     """They alone are as much, so that transformers 4 finds everything."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("glm", "qwen3", "v2", "v3")}
-    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name != "gemma4"]
+    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name not in TWO_BASES]
     for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         assert keys.pop("rope_parameters").keys() - {"rope_type"} <= keys.keys() | (keys["rope_scaling"] or {}).keys()

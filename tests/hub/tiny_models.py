@@ -22,6 +22,7 @@ from moezoo.models import (
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
+    WindowedConfig,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
@@ -109,6 +110,13 @@ def gemma4(**changes: Any) -> Gemma4Config:
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
     rope = {"rope_base": 100.0, "full_rope_base": 100.0}
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
+
+
+def mimo(**changes: Any) -> WindowedConfig:
+    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
+    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
+    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
+    return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -225,6 +233,19 @@ CONFIGS = {
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "mimo": mimo(),
+    "mimo plain, tied": mimo(
+        layers=2,
+        full_layers=None,
+        full_kv_heads=2,
+        kv_heads=4,
+        value_dim=8,
+        value_scale=1.0,
+        rotary_dims=None,
+        attention_bias="inputs",
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -254,6 +275,7 @@ PLAIN: dict[str, Any] = {
     "next": qwen3_next(),
     "lfm2": lfm2(),
     "gemma4": gemma4(),
+    "mimo": mimo(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 

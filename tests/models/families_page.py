@@ -69,6 +69,7 @@ _MODELS = {
     "lfm2_moe": ("", "LFM2-8B-A1B"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
+    "mimo_v2_flash": ("MiMo-V2-Flash", ""),
 }
 _LISTED = """
 ## What is ignored

@@ -85,7 +85,7 @@ MISSING = {
     "llama4": "attention in chunks, layers without rotation, gates on what enters experts",
     "longcat_flash": "two attentions and two MLPs in a layer, experts that compute nothing",
     "mellum": "windows in some layers, with another base of rotation",
-    "mimo_v2_flash": "windows in some layers, with other sizes of heads and with sinks; a scale on values",
+    "mimo_v2_flash": "",
     "minimax": f"{_HYBRID} lightning attention, factors on residuals",
     "minimax_m2": "",
     "minimax_m3_vl": f"{_AROUND}; sparse attention by blocks, shared experts",

@@ -265,7 +265,8 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
         expands = any(path.startswith(("attention.key_up", "attention.value_up")) for path in trains)
     else:
         _, kv_heads, head_dim = shapes["attention.key"]
-        kept = [tokens * max(1, kv_heads // run.ways(heads)) * head_dim] * 2  # keys and values
+        # Keys, and values, which are as wide as what heads return.
+        kept = [tokens * max(1, kv_heads // run.ways(heads)) * n for n in (head_dim, shapes["attention.out"][1])]
         entering = [tokens * embed]
         for norm in ("attention.query_norm.scale", "attention.key_norm.scale"):
             if norm in shapes:
