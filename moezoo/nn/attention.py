@@ -1,4 +1,4 @@
-"""Causal attention over packed documents, with grouped key-value heads and an optional window.
+"""Causal attention over packed documents, with grouped key-value heads, and perhaps a window or stretches.
 
 Shapes: x [B, S, d]; q [B, S, kv_heads, group, head_dim] with group = heads / kv_heads; k, v [B, S, kv_heads, head_dim].
 Naive equivalent: softmax(scale q k^T) v over the keys of the same document that are not later than the query.
@@ -19,10 +19,18 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm, normalise
 from moezoo.nn.positions import Context
-from moezoo.nn.rotary import Rotary, Turn
+from moezoo.nn.rotary import NO_QUERY_SCALE, QueryScale, Rotary, Turn
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
+from moezoo.parallel.context_parallel import (
+    BothCoordinates,
+    Interval,
+    Reach,
+    Scoring,
+    SplitOperands,
+    mean_seen,
+    most_seen,
+)
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.stored import Stored
 
@@ -61,7 +69,10 @@ class Attention(Mixer):
     | `value` | None where values are what keys are projected to (`values_from`) |
     | `value_epsilon` | that of a norm of each head's values, without a scale; None for no norm |
     | `scale` | the factor of scores; None for `head_dim` ** -0.5 |
-    | `window` | the tokens that a query sees, itself included |
+    | `rotary` | None for queries and keys that know no positions |
+    | `turned_epsilon` | that of a norm of each head's rotated queries and keys, without a scale; None for no norm |
+    | `query_scale` | a factor on queries that grows with their position |
+    | `window` | the tokens that a query sees, itself included; or `Stretches` of which it sees its own |
     | `gate` | a projection whose sigmoid is a factor of each head's result (Qiu et al., 2025, arXiv:2505.06708) |
     """
 
@@ -79,10 +90,12 @@ class Attention(Mixer):
     sinks: Bias[Array, "heads"] | None
     gate: Weight[Array, "embed -> heads head_dim"] | None
     gate_bias: Bias[Array, "heads head_dim"] | None
-    rotary: Rotary = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
-    window: int | None = eqx.field(static=True)
+    window: Reach = eqx.field(static=True)
+    turned_epsilon: float | None = eqx.field(static=True)
+    query_scale: QueryScale = eqx.field(static=True)
     value_epsilon: float | None = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
 
@@ -93,18 +106,20 @@ class Attention(Mixer):
         kv_heads: int,
         head_dim: int,
         *,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
         norm_around_one: bool = False,
         norm_cast_last: bool = False,
         norm_values: bool = False,
+        norm_turned: bool = False,
+        query_scale: QueryScale = NO_QUERY_SCALE,
         values_from: ValuesFrom = "own",
         scale: float | None = None,
         biases: Biases = "none",
         sinks: bool = False,
         clip: float | None = None,
-        window: int | None = None,
+        window: Reach = None,
         gated: bool = False,
         out_std: float,
         dtype: jnp.dtype,
@@ -138,6 +153,7 @@ class Attention(Mixer):
             self.gate_bias = None if biases == "none" else jnp.zeros((heads, head_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
         self.value_epsilon, self.scale = norm_eps if norm_values else None, scale
+        self.turned_epsilon, self.query_scale = norm_eps if norm_turned else None, query_scale
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
@@ -146,13 +162,13 @@ class Attention(Mixer):
         group = execution.inner_group("heads")
         x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
         turn, seen = self.prepare(context) if context.prepared is None else context.prepared
-        q = self.rotary(self._normed(self._project(x, self.query, self.query_bias), query_norm, group), turn)
+        q = self._turned(self._normed(self._project(x, self.query, self.query_bias), query_norm, group), turn)
         projected = self._project(x, self.key, self.key_bias)
-        k = self.rotary(self._normed(projected, key_norm, group), turn)
+        k = self._turned(self._normed(projected, key_norm, group), turn)
         v = projected if self.value is None else self._project(x, self.value, self.value_bias)
         v = self._normed(v if self.value_epsilon is None else normalise(v, self.value_epsilon), None, group)
         kept: PyTree = KeyValue(k, v)
-        q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
+        q = rearrange(self.query_scale(q, context), "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         sinks = None if self.sinks is None else rearrange(self.sinks, "(k g) -> k g", k=k.shape[2])
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
@@ -170,14 +186,18 @@ class Attention(Mixer):
         y = project(y, self.out, inputs=2)
         return MixerOutput(y, kept, self.out_bias)
 
-    def prepare(self, context: Context) -> tuple[Turn, Interval | None]:
+    def prepare(self, context: Context) -> tuple[Turn | None, Interval | None]:
         """Return the turn of rotary positions, and the keys that each query sees."""
-        return self.rotary.turn(context.queries.position), context.seen(self.window)
+        turn = None if self.rotary is None else self.rotary.turn(context.queries.position)
+        return turn, context.seen(self.window)
 
     def state(self, length: int) -> Slots:
-        """Declare a key and a value per token, with a window those of its tokens."""
-        slots = length if self.window is None else min(length, self.window)
-        return Slots.declare(slots, KeyValue(**self.shared_sizes()))
+        """Declare a key and a value per token, with a window or stretches those of as many tokens as one has."""
+        return Slots.declare(min(length, most_seen(self.window) or length), KeyValue(**self.shared_sizes()))
+
+    def mean_seen(self, length: int) -> float:
+        """Return the mean number of keys that queries of a document of `length` tokens see."""
+        return mean_seen(self.window, length)
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -194,6 +214,13 @@ class Attention(Mixer):
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         return y if bias is None else y + bias[None, None]
+
+    def _turned(
+        self, x: Float[Array, "batch seq some_heads head_dim"], turn: Turn | None
+    ) -> Float[Array, "batch seq some_heads head_dim"]:
+        """Return queries or keys after their rotation, and its norm."""
+        x = x if self.rotary is None or turn is None else self.rotary(x, turn)
+        return x if self.turned_epsilon is None else normalise(x, self.turned_epsilon)
 
     def _normed(
         self, y: Float[Array, "batch seq some_heads head_dim"], norm: Callable[..., Array] | None, group: InnerGroup

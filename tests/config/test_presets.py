@@ -38,6 +38,8 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "llama4_scout_17b_16e": 107_769_861_120,
+    "llama4_maverick_17b_128e": 400_711_848_960,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
@@ -51,6 +53,7 @@ def configuration(name):
     "name",
     [
         *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
+        "llama4",
         *TOTALS,
     ],
 )

@@ -92,7 +92,7 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4", "gemma4_text")
+    joining = ("gpt_oss", "mistral4", "gemma4_text", "llama4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
     gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")

@@ -59,6 +59,7 @@ READ = {
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
     "gemma4": ("attention", "shared", "*.router.weight"),
+    "llama4": ("attention", "shared"),
 }
 
 
@@ -104,6 +105,7 @@ MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),
     "gemma4": ("experts",),
+    "llama4": ("experts", "*.router.weight"),
     "glm": ("mlp", "shared"),
 }
 

@@ -17,6 +17,7 @@ from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_gemma4 import Gemma4, gelu_gated
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
+from oracle_llama4 import Llama4
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
 
@@ -28,6 +29,7 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -246,6 +248,12 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
+    elif isinstance(c, Llama4Config):
+        choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
+        different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}
+        different["query_scale"] = c.query_scale.beta, c.query_scale.length
+        different["rope"] = Rope(c.rope_base, interleaved=True)
+        return Llama4(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):

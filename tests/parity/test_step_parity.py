@@ -23,7 +23,19 @@ import numpy as np
 import oracle
 import pytest
 from compiled import ALL, UNMERGED
-from cover import EXTRA_CASES, FAMILIES, LAYERS, RECURRENT_CASES, UNUSED, Case, batch, cover, model, product
+from cover import (
+    EXTRA_CASES,
+    FAMILIES,
+    LAYERS,
+    RECURRENT_CASES,
+    STRETCH_CASES,
+    UNUSED,
+    Case,
+    batch,
+    cover,
+    model,
+    product,
+)
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
@@ -114,6 +126,7 @@ def tolerance_of(case: Case) -> float:
         *cover(),
         *EXTRA_CASES[:-1],
         *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 6)) for at, case in enumerate(RECURRENT_CASES)),
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 3)) for at, case in enumerate(STRETCH_CASES)),
         pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer),
     ],
     ids=str,
