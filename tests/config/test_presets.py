@@ -39,6 +39,8 @@ TOTALS = {
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
     "lfm2_8b_a1b": 8_339_929_856,
+    "llama4_scout_17b_16e": 107_769_861_120,
+    "llama4_maverick_17b_128e": 400_711_848_960,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
     "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
@@ -63,6 +65,7 @@ def configuration(name):
             "kimi_linear",
             "lfm2_moe",
             "gemma4",
+            "llama4",
             "mimo_v2",
         ),
         *TOTALS,
