@@ -109,7 +109,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     gemma4 => {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "rope_theta": 9.0}}}
         => rope_parameters.sliding_attention.rope_type=yarn: this family supports only default there
     llama4 => {"no_rope_layers": [1, 1, 1]} => no_rope_layers names 3 layers, but num_hidden_layers=2
-    llama4 => {"no_rope_layers": [1, 2]} => no_rope_layers[1]=2 ... 0 or 1
+    llama4 => {"no_rope_layers": [1, 2]} => no_rope_layers[1]=2: expected one of 0, 1
     llama4 => {"attention_chunk_size": null}
         => attention_chunk_size=null, but layer 0 of layer_types is chunked_attention
     llama4 => {"layer_types": ["chunked_attention", "sliding_attention"]} => layer_types names 'sliding_attention'

@@ -222,11 +222,12 @@ CONFIGS = {
         plain_layers=(0,),
         full_layers=(1,),
         norm_turned=False,
+        query_scale=CountScale(0.0, 4),
         attention_bias="all",
         llama3=Llama3(4.0, 32, 1.0, 1.0),
         tied_embeddings=True,
     ),
-    "llama4 no stretches": llama4(stretch=None, moe_every=2, query_scale=CountScale(0.0, 4)),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),

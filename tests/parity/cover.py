@@ -599,7 +599,7 @@ STRETCH_CASES = (
     Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "llama4"),
     Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "llama4", "adamw", "ring", chunks=3),
     Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "llama4", "muon"),
-    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "none", 2, "batch", "llama4"),
+    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "full", 2, "batch", "llama4"),
     Case("dense", "fsdp2_ep2_context2", "cp_as_ep", "full", 1, "batch", "llama4", "sgd", "ring", 1, None, "contiguous"),
     Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "llama4"),
 )
