@@ -9,7 +9,20 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gemma4, gpt_oss, llama4, of_type, olmoe, qwen3
+from tiny_models import (
+    CONFIGS,
+    ROUTER,
+    SIGMOID,
+    YARN,
+    deepseek_v3,
+    gemma4,
+    gpt_oss,
+    llama4,
+    mimo,
+    of_type,
+    olmoe,
+    qwen3,
+)
 
 import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
@@ -79,6 +92,7 @@ def drop(*keys):
     return lambda c: [c.pop(key) for key in keys]
 
 
+_RELEASED = ("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon")
 SPELLINGS = {
     "theta outside rope_parameters": (
         "mixtral",
@@ -135,6 +149,13 @@ SPELLINGS = {
     ),
     "gemma4 heads by layer": ("gemma4", drop("global_head_dim", "num_global_key_value_heads")),
     "gemma4 last layer": ("gemma4", lambda c: c.update(layer_types=["sliding_attention"] * 2)),
+    "mimo as transformers writes it": (
+        "mimo",
+        lambda c: (
+            c.update(sliding_window=c.pop("sliding_window_size") + 1, attention_value_scale=None),
+            [c.pop(key) for key in [*c] if key.startswith(("swa_", "add_")) or key in _RELEASED],
+        ),
+    ),
     "llama4 as first released": (
         "llama4",
         lambda c: (c.update(no_rope_layers=[], no_rope_layer_interval=2, moe_layers=None), c.pop("layer_types")),
@@ -282,6 +303,13 @@ LEFT_OUT = {
         drop(
             *("layer_types", "rope_parameters", "num_kv_shared_layers", "attention_k_eq_v", "final_logit_softcapping"),
             *("per_layer_config", "num_global_key_value_heads", "hidden_activation"),
+        ),
+    ),
+    "mimo as released": (
+        mimo(full_layers=None, layers=7, rope_base=1e4, full_rope_base=5e6, rotary_dims=2),
+        drop(
+            *("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "attention_value_scale"),
+            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_bias"),
         ),
     ),
     "llama4 defaults": (

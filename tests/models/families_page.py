@@ -68,8 +68,10 @@ _MODELS = {
     "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
     "llama4": ("", "Llama 4 Scout, Maverick"),
     "llama4_text": ("", "the same"),
+    "lfm2_moe": ("", "LFM2-8B-A1B"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
+    "mimo_v2_flash": ("MiMo-V2-Flash", ""),
 }
 _LISTED = """
 ## What is ignored

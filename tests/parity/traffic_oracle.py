@@ -77,8 +77,10 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
             mixes = part("layers/attention", phases, times)
-            if "attention.strength" in block.shapes:
-                chunks = rows * (2 if balanced else 1)  # of a device
+            chunks = rows * (2 if balanced else 1)  # of a device
+            if "attention.filters" in block.shapes:
+                gated_convolution(mixes, run, block.shapes, tokens, chunks)
+            elif "attention.strength" in block.shapes:
                 delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
@@ -175,8 +177,8 @@ class Array(NamedTuple):
 
 
 def like(logical: str) -> str:
-    """Return the logical axis that the rules name for another one: heads of recurrent layers are split as heads."""
-    return "heads" if logical in ("key_heads", "value_heads") else logical
+    """Return the logical axis that the rules name for another one: recurrent layers split their own axes as heads."""
+    return "heads" if logical in ("key_heads", "value_heads", "channels") else logical
 
 
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
@@ -267,7 +269,8 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
         expands = any(path.startswith(("attention.key_up", "attention.value_up")) for path in trains)
     else:
         _, kv_heads, head_dim = shapes["attention.key"]
-        kept = [tokens * max(1, kv_heads // run.ways(heads)) * head_dim] * 2  # keys and values
+        # Keys, and values, which are as wide as what heads return.
+        kept = [tokens * max(1, kv_heads // run.ways(heads)) * n for n in (head_dim, shapes["attention.out"][1])]
         entering = [tokens * embed]
         for norm in ("attention.query_norm.scale", "attention.key_norm.scale"):
             if norm in shapes:
@@ -307,6 +310,14 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
     key_dim, (value_heads, value_dim) = shapes["attention.key"][-1], shapes["attention.value"][1:]
     for dim in (key_dim, value_dim):  # the factor and the term of each map
         travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
+
+
+def gated_convolution(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
+    """Book sums over devices that share channels, and the last inputs of filters, as `delta_rule` does."""
+    heads, (taps, channels) = run.kept("heads"), shapes["attention.filters"]
+    for phases in ("FR", "B"):  # the results of all channels, and the gradient of what enters them
+        book(phases, "psum", heads, tokens * channels, run.width)
+    travels(book, run, chunks * (taps - 1) * channels // run.ways(heads), run.width)
 
 
 def travels(book: Book, run: Run, numbers: int, width: int) -> None:
