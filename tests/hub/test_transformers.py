@@ -162,7 +162,12 @@ SPELLINGS = {
     ),
     "llama4 other lists": (
         "llama4 no stretches",
-        lambda c: c.update(attention_chunk_size=3, layer_types=["full_attention", "chunked_attention"], moe_layers=[0]),
+        lambda c: c.update(
+            attention_chunk_size=3,
+            layer_types=["full_attention", "chunked_attention"],
+            moe_layers=[1, 7],
+            interleave_moe_layer_step=1,
+        ),
     ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
@@ -323,3 +328,15 @@ LEFT_OUT = {
 def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
     config, edit = LEFT_OUT[name]
     assert_equal_logits(save, config, edit, tmp_path / "m")
+
+
+def test_stretches_of_packed_documents_begin_with_the_document(save, peer):
+    """As the chunks of transformers do where positions restart, and not where the row does."""
+    name = "llama4 two experts"  # without the factor on queries, which transformers counts from the start of rows
+    model, positions = save(name).model, np.array([[*range(9), *range(7)]] * 2, np.int32)
+    segments = np.array([[1] * 9 + [2] * 7] * 2, np.int32)
+    ids, at = (torch.tensor(x.astype(np.int64)) for x in (TOKENS, positions))
+    with torch.no_grad():
+        wanted = peer(name)(ids, position_ids=at, use_cache=False)  # with a cache nothing is packed
+    found = jax.jit(lambda model: model(TOKENS, segments=segments, positions=positions).logits)(model)
+    np.testing.assert_allclose(found, wanted.logits, rtol=0, atol=1e-4)

@@ -113,18 +113,18 @@ def gemma4(**changes: Any) -> Gemma4Config:
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
 
 
-def mimo(**changes: Any) -> WindowedConfig:
-    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
-    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
-    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
-    return WindowedConfig(**{**SMALL, **sizes, **changes})
-
-
 def llama4(**changes: Any) -> Llama4Config:
     """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
     sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
     return Llama4Config(**{**SMALL, **sizes, **changes})
+
+
+def mimo(**changes: Any) -> WindowedConfig:
+    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
+    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
+    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
+    return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -241,6 +241,20 @@ CONFIGS = {
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        query_scale=CountScale(0.0, 4),
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2),
     "mimo": mimo(),
     "mimo plain, tied": mimo(
         layers=2,
@@ -254,19 +268,6 @@ CONFIGS = {
         router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
-    "llama4": llama4(),
-    "llama4 two experts": llama4(
-        layers=3,
-        experts_per_token=2,
-        mlp_layers=(0,),
-        plain_layers=(0,),
-        full_layers=(1,),
-        norm_turned=False,
-        attention_bias="all",
-        llama3=Llama3(4.0, 32, 1.0, 1.0),
-        tied_embeddings=True,
-    ),
-    "llama4 no stretches": llama4(stretch=None, moe_every=2, query_scale=CountScale(0.0, 4)),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -296,8 +297,8 @@ PLAIN: dict[str, Any] = {
     "next": qwen3_next(),
     "lfm2": lfm2(),
     "gemma4": gemma4(),
-    "mimo": mimo(),
     "llama4": llama4(),
+    "mimo": mimo(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
