@@ -45,5 +45,3 @@ def test_a_family_has_every_field(kind):
 def test_what_every_family_refuses(kind, fields, line):
     with refused(line):
         kind(**{name: json.loads(value) for name, value in (field.split("=") for field in fields.split())})
-
-
