@@ -98,7 +98,7 @@ MISSING = {
     "olmoe": "",
     "openai_privacy_filter": "a classifier of tokens, with attention both ways",
     "phimoe": "LayerNorm, a router that draws by SparseMixer, biases",
-    "qwen2_moe": "biases of queries, keys and values alone; the shared expert with a gate is that of `qwen3_next`",
+    "qwen2_moe": "",
     "qwen3_5_moe": "",
     "qwen3_moe": "",
     "qwen3_next": "",
