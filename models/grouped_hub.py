@@ -55,6 +55,7 @@ from moezoo.typed import show
 
 _ABOUT = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
+    "qwen3_vl_moe_text": "as qwen3_moe; the text part of Qwen3-VL, which folders have inside a `qwen3_vl_moe`",
     "qwen2_moe": "biases of queries, keys and values, softmax router, a shared MLP with a gate; Qwen1.5-MoE, Qwen2-MoE",
     "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
     "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
@@ -305,6 +306,25 @@ _TYPES = {
         # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
         {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
         | {"max_window_layers": (0,)},
+    ),
+    # Positions of texts are equal in all parts of `mrope_section`, so rotation is the usual one.
+    "qwen3_vl_moe_text": ModelType(
+        "Qwen3Moe",
+        common(128000, norm_eps=1e-6)
+        | {
+            "model_type": fixed({"model_type": "qwen3_moe"}),
+            "kv_heads": Key("num_key_value_heads", 16, null=lambda found: found["heads"]),
+            "mlp": Key("intermediate_size", 5632),
+            "expert_mlp": Key("moe_intermediate_size", 1408),
+            "experts": Key("num_experts num_local_experts", 60),
+        }
+        | _LOSS
+        | _BIAS
+        | BY_LIST,
+        heads_and_rope(5e5, others=("mrope_section", "mrope_interleaved")),
+        USUAL,
+        {"norm_topk_prob": (True,), "use_sliding_window": (False,), "sliding_window": ()},
+        "max_window_layers",
     ),
     "qwen2_moe": ModelType(
         "Qwen2Moe",
