@@ -72,8 +72,7 @@ def logits_of(model: Any) -> Any:
 
 def test_inside_a_model_for_images(written, tmp_path):
     """As transformers 5.24 writes it and as released: read, written the same, trained, and read by transformers."""
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason=PEERS)
     source, theirs, wanted = written(CONFIG)
     model = read(source)
     assert model.config == CONFIG
@@ -103,9 +102,8 @@ def test_inside_a_model_for_images(written, tmp_path):
 
 
 def test_a_text_model_alone_is_a_qwen3_moe(written, tmp_path):
-    import torch
-    import transformers
-
+    torch = pytest.importorskip("torch", reason=PEERS)
+    transformers = pytest.importorskip("transformers", reason=PEERS)
     source, _, wanted = written(CONFIG)
     moezoo.save_pretrained(read(source), tmp_path / "text")
     keys = json.loads((tmp_path / "text" / "config.json").read_text())
