@@ -87,6 +87,11 @@ NESTED = {
         tied=True,
     ),
     "qwen3_vl_moe": Outer((BESIDE, INSIDE), ("visual.",), _FOR_IMAGES),
+    "llama4": Outer(
+        (INSIDE,),
+        ("vision_model.", "multi_modal_projector."),
+        "vision_config image_token_index boi_token_index eoi_token_index image_token_id boi_token_id eoi_token_id",
+    ),
     # Layers for multi-token prediction are beside both models.
     "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
 }

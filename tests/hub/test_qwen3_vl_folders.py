@@ -16,7 +16,7 @@ from moezoo.models import Grouped
 from moezoo.tools.parity import compare as parity
 
 PEERS = "transformers is not installed: pip install -e '.[peers]'"
-VISION = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 8, "patch_size": 2}
+VISION: dict[str, Any] = {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 8, "patch_size": 2}
 VISION |= {"out_hidden_size": 16, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 11)).astype(np.int32)
 CONFIG = qwen3(attention_bias="all")
@@ -26,8 +26,9 @@ def inner_keys(config: Any) -> dict[str, Any]:
     """Return the keys of the text model in a folder of Qwen3-VL."""
     keys = Grouped.hub.write(config) | {"model_type": "qwen3_vl_moe_text"}
     del keys["rope_scaling"], keys["sliding_window"], keys["use_sliding_window"]
-    keys["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    return keys
+    return keys | {
+        "rope_parameters": {**keys["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    }
 
 
 def transpose_experts(folder: Path) -> dict[str, np.ndarray]:
