@@ -24,11 +24,10 @@ CONFIG = qwen3(attention_bias="all")
 
 def inner_keys(config: Any) -> dict[str, Any]:
     """Return the keys of the text model in a folder of Qwen3-VL."""
-    keys = Grouped.hub.write(config) | {"model_type": "qwen3_vl_moe_text"}
+    keys: dict[str, Any] = {**Grouped.hub.write(config), "model_type": "qwen3_vl_moe_text"}
     del keys["rope_scaling"], keys["sliding_window"], keys["use_sliding_window"]
-    return keys | {
-        "rope_parameters": {**keys["rope_parameters"], "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    }
+    keys["rope_parameters"] |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return keys
 
 
 def transpose_experts(folder: Path) -> dict[str, np.ndarray]:
@@ -130,7 +129,7 @@ def test_equal_sizes_do_not_hide_how_experts_lie(written, width):
     {"norm_topk_prob": false} => text_config.norm_topk_prob=false ... only true
     {"sliding_window": 4} => text_config.sliding_window=4 ... does not have it
     {"num_experts": 0} => text_config.num_experts=0 ... at least 1
-    {"rope_theta": null, "rope_parameters": {"rope_type": "dynamic"}} => text_config.rope_type=dynamic ... only default
+    {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0}} => text_config.rope_type=dynamic ... only default
     {"deepstack": true} => text_config.deepstack=true: moezoo does not know this key
     """
 )
