@@ -82,6 +82,10 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     qwen3 => {"use_qk_norm": false} => use_qk_norm=false ... only true
     qwen3 => {"shared_expert_intermediate_size": 8} => shared_expert_intermediate_size=8 ... only 0
     qwen3 => {"use_sliding_window": true, "max_window_layers": 2} => max_window_layers=2 ... only 0
+    qwen2 => {"use_sliding_window": true, "sliding_window": 5, "layer_types": null} => layer_types= ... only one window
+    qwen2 => {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
+        => layer_types names sliding_attention, and use_sliding_window=false
+    qwen2 => {"shared_expert_intermediate_size": 0} => shared_expert_intermediate_size=0 ... at least 1
     qwen3 => {"mlp_only_layers": [0, 1, 2]} => decoder_sparse_step=1 ... mlp_only_layers=[0, 1, 2]
     qwen3 => {"mlp_only_layers": [1.0]} => mlp_only_layers[0]=1.0: expected a whole number
     gpt_oss => {"layer_types": ["full_attention", "full_attention"]}

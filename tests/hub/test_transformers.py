@@ -11,6 +11,7 @@ import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
 from tiny_models import (
     CONFIGS,
+    QWEN2,
     ROUTER,
     SIGMOID,
     YARN,
@@ -185,7 +186,7 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
     lengths = {"mixtral": 131072, "v2": 2048, "v3": 4096, "qwen3": 32768, "olmoe": 4096, "glm plain": 131072}
-    lengths["llama4"] = 131072
+    lengths |= {"llama4": 131072, "qwen2": 32768}
     lengths |= {"minimax": 196608, "hy": 131072, "dots": 2048, "ernie": 131072, "gpt_oss": 131072}
     for name, length in lengths.items():
         shutil.copytree(save(name).folder, tmp_path / name)
@@ -240,6 +241,13 @@ LEFT_OUT = {
     "qwen3 yarn length": (
         qwen3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0), max_length=64),
         lambda c: c["rope_parameters"].pop("original_max_position_embeddings"),
+    ),
+    "qwen2 defaults": (
+        of_type("qwen2_moe", **QWEN2, attention_bias="inputs", rope_base=1e4, router=Choice(gates="scores")),
+        drop(
+            *("qkv_bias", "use_sliding_window", "sliding_window", "layer_types", "norm_topk_prob", "rope_parameters"),
+            *("rms_norm_eps", "mlp_only_layers", "decoder_sparse_step"),
+        ),
     ),
     "olmoe defaults": (
         olmoe(rope_base=1e4, clip_qkv=None),

@@ -62,6 +62,9 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     return qwen3(**{**sizes, **changes})
 
 
+QWEN2: dict[str, Any] = {"norm_over": "nothing", "shared_mlp": 10}
+
+
 def olmoe(**changes: Any) -> OlmoeConfig:
     """Return a tiny OLMoE that clips some of its queries, keys and values."""
     sizes: dict[str, Any] = {"layers": 2, "head_dim": 4, "rope_base": 100.0, "clip_qkv": 0.7, "z_loss": 0.0}
@@ -148,6 +151,19 @@ CONFIGS = {
     "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
     "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
     "qwen3 mscales, tied": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=(), tied_embeddings=True),
+    "qwen2": of_type(
+        "qwen2_moe", **QWEN2, attention_bias="inputs", layers=3, mlp_layers=(1,), router=Choice(gates="scores")
+    ),
+    "qwen2 window, tied": of_type(
+        "qwen2_moe",
+        **QWEN2,
+        window=5,
+        layers=4,
+        moe_every=2,
+        router=Choice(),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=True,
+    ),
     "glm": of_type(
         "glm4_moe",
         router=ROUTER,
@@ -299,7 +315,7 @@ PLAIN: dict[str, Any] = {
     "gemma4": gemma4(),
     "llama4": llama4(),
     "mimo": mimo(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:
