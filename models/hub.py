@@ -270,13 +270,14 @@ class Hub:
     def lost(self, config: Any) -> dict[str, tuple[Any, Any]]:
         """Return the settings of a configuration that no key holds: by name, the value and the one that is read back.
 
-        Settings that are read back in another form, such as layers by their kinds, change keys and are not lost.
+        Settings that are read back in another form, such as layers by their kinds, are in a key or change keys.
         """
         mapping, found = self.write(config), {}
+        held = {ours for ours, key in self.keys(self.type_of(config)).items() if key.partition(".")[0] in mapping}
         read = self.read(type(config), mapping)
         for ours, kind in settings_of(type(config)).items():
             value, other = map(operator.attrgetter(ours), (config, read))
-            if not dataclasses.is_dataclass(kind) and value != other:
+            if not dataclasses.is_dataclass(kind) and value != other and ours not in held:
                 with contextlib.suppress(UserError):  # the other value does not fit the rest, which has keys
                     if self.write(_replace(config, ours, other)) == self.write(_replace(read, ours, value)) == mapping:
                         found[ours] = (value, other)

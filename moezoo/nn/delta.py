@@ -185,6 +185,20 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
+class KeyConvolution(ShortConvolution):
+    """The convolution of queries or keys."""
+
+    weight: Scale[Array, "tap key_heads head_dim"]
+    bias: Bias[Array, "key_heads head_dim"] | None
+
+
+class ValueConvolution(ShortConvolution):
+    """The convolution of values."""
+
+    weight: Scale[Array, "tap value_heads head_dim"]
+    bias: Bias[Array, "value_heads head_dim"] | None
+
+
 class Inputs(NamedTuple):
     """The inputs of the convolutions of each token: what becomes its query, key and value."""
 
@@ -224,7 +238,7 @@ class DeltaMixer(Mixer):
     query: Weight[Array, "embed -> key_heads head_dim"]
     key: Weight[Array, "embed -> key_heads head_dim"]
     value: Weight[Array, "embed -> value_heads head_dim"]
-    convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution]
+    convolutions: tuple[KeyConvolution, KeyConvolution, ValueConvolution]
     decay: HeadDecay | ChannelDecay
     strength: Weight[Array, "embed -> value_heads"]
     gate: FullGate | LowRankGate
@@ -249,10 +263,11 @@ class DeltaMixer(Mixer):
         self.query, self.key, self.value = (
             normal(one, (embed, *shape), embed**-0.5, dtype) for one, shape in zip(keys, shapes, strict=False)
         )
-        first, second, third = (
-            ShortConvolution(s.taps, *shape, dtype=dtype, key=one) for one, shape in zip(keys[3:], shapes, strict=False)
+        self.convolutions = (
+            KeyConvolution(s.taps, s.key_heads, s.key_dim, dtype=dtype, key=keys[3]),
+            KeyConvolution(s.taps, s.key_heads, s.key_dim, dtype=dtype, key=keys[4]),
+            ValueConvolution(s.taps, s.value_heads, s.value_dim, dtype=dtype, key=keys[5]),
         )
-        self.convolutions = first, second, third
         self.decay, self.gate = decay, gate
         self.strength = normal(keys[6], (embed, s.value_heads), embed**-0.5, dtype)
         self.norm = RMSNorm(s.value_dim, epsilon, dtype=dtype)
