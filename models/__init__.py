@@ -14,6 +14,8 @@ from moezoo.models import (
     kimi_linear,
     kimi_linear_hub,
     mixtral,
+    nemotron_h,
+    nemotron_h_hub,
     olmoe,
     qwen3_5,
     qwen3_5_hub,
@@ -27,6 +29,7 @@ from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.kimi_linear import KimiLinearConfig
 from moezoo.models.mixtral import MixtralConfig
+from moezoo.models.nemotron_h import NemotronHConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
 from moezoo.parallel.execution import StoredDType, check_dtype
@@ -38,8 +41,10 @@ Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, gr
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
+NemotronH = Family("nemotron_h", NemotronHConfig, nemotron_h.kinds, nemotron_h.make_block, nemotron_h_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
-FAMILIES = {family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4)}
+_ALL = (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, NemotronH, Gemma4)
+FAMILIES = {family.name: family for family in _ALL}
 
 
 def families() -> list[Family]:

@@ -48,7 +48,7 @@ def expand(weights: None, kept: KeyValue) -> tuple[Array, Array]:
 
 
 class Attention(Mixer):
-    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions.
+    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions, or none.
 
     Optional parts:
 
@@ -79,7 +79,7 @@ class Attention(Mixer):
     sinks: Bias[Array, "heads"] | None
     gate: Weight[Array, "embed -> heads head_dim"] | None
     gate_bias: Bias[Array, "heads head_dim"] | None
-    rotary: Rotary = eqx.field(static=True)
+    rotary: Rotary | None = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
@@ -93,7 +93,7 @@ class Attention(Mixer):
         kv_heads: int,
         head_dim: int,
         *,
-        rotary: Rotary,
+        rotary: Rotary | None,
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
         norm_around_one: bool = False,
@@ -146,9 +146,9 @@ class Attention(Mixer):
         group = execution.inner_group("heads")
         x, (query_norm, key_norm) = group.enter(x), group.enter_parameters((self.query_norm, self.key_norm))
         turn, seen = self.prepare(context) if context.prepared is None else context.prepared
-        q = self.rotary(self._normed(self._project(x, self.query, self.query_bias), query_norm, group), turn)
+        q = self._turned(self._normed(self._project(x, self.query, self.query_bias), query_norm, group), turn)
         projected = self._project(x, self.key, self.key_bias)
-        k = self.rotary(self._normed(projected, key_norm, group), turn)
+        k = self._turned(self._normed(projected, key_norm, group), turn)
         v = projected if self.value is None else self._project(x, self.value, self.value_bias)
         v = self._normed(v if self.value_epsilon is None else normalise(v, self.value_epsilon), None, group)
         kept: PyTree = KeyValue(k, v)
@@ -170,9 +170,10 @@ class Attention(Mixer):
         y = project(y, self.out, inputs=2)
         return MixerOutput(y, kept, self.out_bias)
 
-    def prepare(self, context: Context) -> tuple[Turn, Interval | None]:
+    def prepare(self, context: Context) -> tuple[Turn | None, Interval | None]:
         """Return the turn of rotary positions, and the keys that each query sees."""
-        return self.rotary.turn(context.queries.position), context.seen(self.window)
+        turn = None if self.rotary is None else self.rotary.turn(context.queries.position)
+        return turn, context.seen(self.window)
 
     def state(self, length: int) -> Slots:
         """Declare a key and a value per token, with a window those of its tokens."""
@@ -188,6 +189,9 @@ class Attention(Mixer):
         """Return the sizes of keys and values."""
         *_, kv_heads, head_dim = self.key.shape
         return {name: {"kv_heads": kv_heads, "head_dim": head_dim} for name in KeyValue._fields}
+
+    def _turned(self, x: Array, turn: Turn | None) -> Float[Array, "batch seq some_heads head_dim"]:
+        return x if self.rotary is None or turn is None else self.rotary(x, turn)
 
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None

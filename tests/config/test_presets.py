@@ -38,6 +38,9 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "nemotron_3_nano_30b_a3b": 31_577_940_288 - 23 * 128,  # layers with experts, choice biases
+    "nemotron_3_super_120b_a12b": 120_668_707_840 - 40 * 512,
+    "nemotron_3_ultra_550b_a55b": 549_308_993_536 - 48 * 512,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
 }
 
@@ -50,8 +53,8 @@ def configuration(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
-        *TOTALS,
+        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "nemotron_h"),
+        *("gemma4", *TOTALS),
     ],
 )
 def test_totals_and_nearly_all_is_split_over_all_devices(name):

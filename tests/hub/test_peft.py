@@ -144,6 +144,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("qwen3.5", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
+        ("nemotron", ("attention", "shared", "mlp"), "ignored"),
     ],
 )
 def test_what_peft_does_not_read(save, name, targets, outcome, tmp_path):

@@ -19,6 +19,7 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     family_of,
@@ -28,6 +29,7 @@ from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
 from moezoo.nn.rotary import QueryScale, Yarn
+from moezoo.nn.state_space import StateSpaceSizes
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
@@ -94,6 +96,13 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     sizes: dict[str, Any] = {"kv_lora": 5, "nope_dim": 6, "rope_dim": 3, "value_dim": 7, "mlp": 20, "layers": 2}
     delta = DeltaSizes(key_heads=2, value_heads=2, key_dim=5, value_dim=5)
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
+
+
+def nemotron_h(heads: int = 4, groups: int = 2, taps: int = 4, **changes: Any) -> NemotronHConfig:
+    """Return a tiny Nemotron-H with a layer of each part. No two adjacent dimensions of a layer have the same size."""
+    sizes: dict[str, Any] = {"mamba": StateSpaceSizes(heads, 5, groups, 6, taps), "layers": 4, "pattern": "ME*-"}
+    sizes |= {"kv_heads": 2, "head_dim": 8, "mlp": 20, "shared_mlp": 10, "router": SIGMOID}
+    return NemotronHConfig(**{**SMALL, **sizes, **changes})
 
 
 def gemma4(**changes: Any) -> Gemma4Config:
@@ -201,6 +210,15 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "nemotron": nemotron_h(),
+    "nemotron latent": nemotron_h(6, 3, 3, layers=5, pattern="EM*EM", expert_latent=8, router=ROUTER, kv_heads=4),
+    "nemotron no bias": nemotron_h(
+        4,
+        1,
+        pattern="E*MM",
+        mamba=StateSpaceSizes(4, 5, 1, 6, bias="none"),
+        router=replace(SIGMOID, gates="scores"),
+    ),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
@@ -234,7 +252,7 @@ PLAIN: dict[str, Any] = {
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
     "gemma4": gemma4(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear", "nemotron")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

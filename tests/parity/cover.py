@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear`; `qwen3_5` in `RECURRENT_CASES` |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear`; in `RECURRENT_CASES` the others |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -45,6 +45,7 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     build_model,
@@ -112,6 +113,10 @@ _KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
+# A layer of each part, and a second one with experts, which are in a latent; each group of Mamba-2 has two heads.
+_NEMOTRON_H = {**_GROUPED, "layers": 5, "pattern": "ME-*E", "experts_per_token": 3, "norm_eps": 1e-3, "mlp": 20}
+_NEMOTRON_H |= {"shared_mlp": 10, "expert_latent": 8, "router": {"bias_rate": 0.25}}
+_NEMOTRON_H["mamba"] = {"heads": 4, "head_dim": 5, "groups": 2, "state_dim": 6, "taps": 3}
 # A layer with a window and one without, whose heads have one size: the oracle stacks them. The cap bends most logits.
 _GEMMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "mlp": 20}
 _GEMMA4 |= {"full_kv_heads": 2, "full_head_dim": 8, "full_rope_base": 50.0, "full_rope_share": 0.5, "logit_cap": 2.0}
@@ -126,6 +131,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
     "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
+    "nemotron_h_deep": ("nemotron_h", {"layers": 8, "pattern": "ME*E"}, 3),
 }
 
 Config = (
@@ -136,6 +142,7 @@ Config = (
     | GptOssConfig
     | KimiLinearConfig
     | Qwen35Config
+    | NemotronHConfig
     | Gemma4Config
 )
 # For each family: the class of its configuration, its values, and a seed with which no choice of experts is a tie.
@@ -151,6 +158,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
+    "nemotron_h": (NemotronHConfig, _NEMOTRON_H, 6),
     "gemma4": (Gemma4Config, _GEMMA4, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
@@ -159,7 +167,7 @@ for _name, (_family, _changes, _seed) in _DEEP.items():
 # Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
-RECURRENT = ("qwen3_5",)
+RECURRENT = ("qwen3_5", "nemotron_h")
 IN_PRODUCT = tuple(name for name in FAMILIES if name not in RECURRENT)
 
 
@@ -173,7 +181,7 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     if not values.get("tied_embeddings", config_class().tied_embeddings):
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
-    names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]
+    names = [name for name in ("yarn", "router", "query_scale", "delta", "mamba") if name in values]
     sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
     return config_class(**{**values, **sections})
 
@@ -583,6 +591,9 @@ RECURRENT_CASES = (
     Case("dense", "fsdp8", "pure_fsdp", "dots", 1, "sequence", "qwen3_5", "adamw"),
     Case("ring", "fsdp2_ep4", "ep_as_dp", "none", 1, "batch", "qwen3_5"),
     Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "qwen3_5"),
+    Case("gather", "single", "fsdp_ep", "full", 1, "sequence", "nemotron_h", "muon"),
+    Case("ragged", "fsdp2_ep2_context2", "fsdp_ep", "full", 1, "batch", "nemotron_h", "adamw", "ring"),
+    Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "nemotron_h"),
 )
 # Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
 # stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.
@@ -603,5 +614,6 @@ STAGED_CASES = (
     ),
     Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", pipeline=Circular(4)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "qwen3_5_deep", "adamw", "ring", 1, _TICK),
+    Case("ring", "stage2_ep2_tensor2", "tensor", "full", 1, "batch", "nemotron_h_deep", pipeline=Circular(2)),
     Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )

@@ -279,6 +279,7 @@ def run_experts(
         x: The tokens of one row [tokens, D].
         route: A function that chooses a token's experts from its logits.
         activation: A function of an expert's two products, to each of which its bias is added if there are biases.
+            Without a gate it gets the other product twice.
         read: What the router reads in place of `x`.
     """
     num_experts = p.shape("router")[2]
@@ -294,7 +295,8 @@ def run_experts(
         gates, probabilities = route(logits)
         y = as_value(0)
         for e, gate in gates.items():
-            inner = activation(product(token, "gate", layer, e), product(token, "up", layer, e))
+            up = product(token, "up", layer, e)
+            inner = activation(product(token, "gate", layer, e) if "gate" in p.whole else up, up)
             y = y + gate * product(inner, "down", layer, e)
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
@@ -444,6 +446,8 @@ _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
 _MATRICES |= {f"delta_{name}": "ioo" for name in ("query", "key", "value", "decay_up", "gate", "gate_up")}
 _MATRICES |= {f"delta_{name}": "io" for name in ("decay", "decay_down", "gate_down", "strength")}
 _MATRICES |= {"delta_out": "iio", "attention_gate": "ioo"}
+_MATRICES |= {f"mamba_{name}": "ioo" for name in ("gate", "value", "write", "read")}
+_MATRICES |= {"mamba_step": "io", "mamba_out": "iio", "latent_down": "io", "latent_up": "io"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
 
 

@@ -77,13 +77,18 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
             mixes = part("layers/attention", phases, times)
-            if "attention.strength" in block.shapes:
-                chunks = rows * (2 if balanced else 1)  # of a device
+            chunks = rows * (2 if balanced else 1)  # of a device
+            if "attention_norm.scale" not in block.shapes:
+                pass  # a feed-forward part alone
+            elif "attention.rate" in block.shapes:
+                state_space(mixes, run, block.shapes, tokens, chunks)
+            elif "attention.strength" in block.shapes:
                 delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
                 attention(mixes, run, block.shapes, trains, tokens, hops)
-            feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, trains, tokens, sizes)
+            if any(path.startswith("feed_forward.") for path in block.shapes):
+                feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, trains, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
     logits(part("head", "FB"), run, tokens, sizes, learns, any(a.learns for a in final if a.role == "scale"))
@@ -176,7 +181,7 @@ class Array(NamedTuple):
 
 def like(logical: str) -> str:
     """Return the logical axis that the rules name for another one: heads of recurrent layers are split as heads."""
-    return "heads" if logical in ("key_heads", "value_heads") else logical
+    return "heads" if logical in ("key_heads", "value_heads", "state_groups", "state_heads") else logical
 
 
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
@@ -215,7 +220,7 @@ def weights(book: Book, run: Run, arrays: list[Array]) -> None:
         # What is only added is not needed for gradients. It is gathered again where its sum is not kept.
         added = array.role == "bias" and run.remat in (("dots", "none") if of_experts else ("none",))
         # What meets split widths whole is kept in this form.
-        added |= array.path.endswith("token_gate") and bool(run.kept("mlp")) and run.remat == "none"
+        added |= array.path.endswith(("token_gate", "latent.up")) and bool(run.kept("mlp")) and run.remat == "none"
         # Devices use it on different tokens along these axes.
         summed = run.tokens + (run.experts if run.moves_weights and of_experts else ())
         for over in reversed(array.gathered):
@@ -305,6 +310,19 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
         travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
 
 
+def state_space(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
+    """Book the same for a mixer by state space duality: a state's factor is a number per head."""
+    heads, embed = run.kept("heads"), shapes["attention.out"][-1]
+    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book("B", "psum", heads, tokens * embed, run.width)  # the gradient of tokens
+    reach = shapes["attention.convolutions[0].weight"][0] - 1
+    for path in ("attention.read", "attention.write", "attention.value"):
+        travels(book, run, chunks * reach * math.prod(shapes[path][1:]) // run.ways(heads), run.width)
+    state_dim, (value_heads, value_dim) = shapes["attention.write"][-1], shapes["attention.value"][1:]
+    for numbers in (1, state_dim * value_dim):
+        travels(book, run, chunks * value_heads // run.ways(heads) * numbers, FLOAT32)
+
+
 def travels(book: Book, run: Run, numbers: int, width: int) -> None:
     """Book that each device gets `numbers` of each other device that shares its sequences."""
     book("FR", "all_gather", run.sequence, numbers, width)
@@ -330,21 +348,28 @@ def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens:
     # Of the backward pass only a norm after the layer needs its result.
     book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width, parts)
     book("B", "psum", width, tokens * sizes.embed, run.width, parts)  # the gradient of tokens
+    if "feed_forward.latent.up" in shapes:  # experts read other tokens than the MLP beside them; the matrix is whole
+        latent = shapes["feed_forward.latent.up"][0]
+        book("B", "psum", width, tokens * latent, run.width)
+        book("B" if "feed_forward.latent.up" in trains else "", "psum", width, latent * sizes.embed, run.reduce_width)
     if "feed_forward.router.weight" in shapes:
         book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        drops = [exchange(book, run, end - start, sizes, normed) for start, end in pairwise(ends)]
+        embed, again = shapes["feed_forward.experts.up"][1], normed or "feed_forward.latent.up" in trains
+        drops = [exchange(book, run, end - start, sizes, embed, again) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> bool:
+def exchange(book: Book, run: Run, tokens: int, sizes: Any, embed: int, again: bool) -> bool:
     """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
 
-    `normed`: whether a norm reads the results, which it needs again for its gradient.
+    `embed`: the numbers of a token that experts read.
+
+    `again`: whether a norm or a matrix reads the results, which it needs again for its gradient.
     """
-    results = "FR" if normed else "F"
-    group, devices, k, embed = run.experts, run.ways(run.experts), sizes.experts_per_token, sizes.embed
+    results = "FR" if again else "F"
+    group, devices, k = run.experts, run.ways(run.experts), sizes.experts_per_token
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
         tokens = -(-tokens // devices)
