@@ -15,14 +15,13 @@ What differs most is where the types keep which layers have an MLP instead of ex
 | `first_k_dense_replace` | GLM, dots.llm1 |
 """
 
-import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
-from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, rope_keys, write_rope
+from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, rope_keys, rotary_share, write_rope
 from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.hub import (
     SILU,
@@ -171,8 +170,7 @@ def heads_and_rope(
     def write(c: GroupedConfig) -> Mapping[str, Any]:
         rope, dims = write_rope(c, "yarn"), c.rotary_dims or c.head_dim
         if share is not None:
-            exact = dims / c.head_dim  # transformers rounds the product down
-            rope["partial_rotary_factor"] = exact if int(c.head_dim * exact) == dims else math.nextafter(exact, 2)
+            rope["partial_rotary_factor"] = rotary_share(dims, c.head_dim)
         return rope_keys(rope)
 
     rope = Part(read, write, {"rope_base": "rope_theta", "rotary_dims": key, **YARN_KEYS})

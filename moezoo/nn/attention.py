@@ -1,6 +1,7 @@
 """Causal attention over packed documents, with grouped key-value heads and an optional window.
 
-Shapes: x [B, S, d]; q [B, S, kv_heads, group, head_dim] with group = heads / kv_heads; k, v [B, S, kv_heads, head_dim].
+Shapes: x [B, S, d]; q [B, S, kv_heads, group, head_dim] with group = heads / kv_heads; k [B, S, kv_heads, head_dim]; v
+[B, S, kv_heads, value_dim], where value_dim is head_dim in nearly all families.
 Naive equivalent: softmax(scale q k^T) v over the keys of the same document that are not later than the query.
 """
 
@@ -38,7 +39,7 @@ class KeyValue(NamedTuple):
     """The key and value of each token, which later tokens attend to."""
 
     key: Float[Array, "*dims kv_heads head_dim"]
-    value: Float[Array, "*dims kv_heads head_dim"]
+    value: Float[Array, "*dims kv_heads value_dim"]
 
 
 def expand(weights: None, kept: KeyValue) -> tuple[Array, Array]:
@@ -60,6 +61,7 @@ class Attention(Mixer):
     | `clip` | bound on the magnitude of the numbers in queries, keys and values |
     | `value` | None where values are what keys are projected to (`values_from`) |
     | `value_epsilon` | that of a norm of each head's values, without a scale; None for no norm |
+    | `value_scale` | the factor of values (MiMo-V2-Flash; Xiaomi, 2025) |
     | `scale` | the factor of scores; None for `head_dim` ** -0.5 |
     | `window` | the tokens that a query sees, itself included |
     | `gate` | a projection whose sigmoid is a factor of each head's result (Qiu et al., 2025, arXiv:2505.06708) |
@@ -84,6 +86,7 @@ class Attention(Mixer):
     clip: float | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     value_epsilon: float | None = eqx.field(static=True)
+    value_scale: float = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
 
     def __init__(
@@ -94,12 +97,14 @@ class Attention(Mixer):
         head_dim: int,
         *,
         rotary: Rotary | None,
+        value_dim: int | None = None,
         norm_over: NormOver = "nothing",
         norm_eps: float = 1e-6,
         norm_around_one: bool = False,
         norm_cast_last: bool = False,
         norm_values: bool = False,
         values_from: ValuesFrom = "own",
+        value_scale: float = 1.0,
         scale: float | None = None,
         biases: Biases = "none",
         sinks: bool = False,
@@ -111,11 +116,11 @@ class Attention(Mixer):
         key: Array,
     ):
         keys = jax.random.split(key, 4)
-        std = embed**-0.5
+        std, value_dim = embed**-0.5, head_dim if value_dim is None else value_dim
         self.query = normal(keys[0], (embed, heads, head_dim), std, dtype)
         self.key = normal(keys[1], (embed, kv_heads, head_dim), std, dtype)
-        self.value = normal(keys[2], (embed, kv_heads, head_dim), std, dtype) if values_from == "own" else None
-        self.out = normal(keys[3], (heads, head_dim, embed), out_std * (heads * head_dim) ** -0.5, dtype)
+        self.value = normal(keys[2], (embed, kv_heads, value_dim), std, dtype) if values_from == "own" else None
+        self.out = normal(keys[3], (heads, value_dim, embed), out_std * (heads * value_dim) ** -0.5, dtype)
         self.query_norm = self.key_norm = None
         if norm_over != "nothing":
             query_size, key_size = (n * head_dim if norm_over == "projection" else head_dim for n in (heads, kv_heads))
@@ -127,17 +132,18 @@ class Attention(Mixer):
         if biases != "none":
             self.query_bias = jnp.zeros((heads, head_dim), dtype)
             self.key_bias = jnp.zeros((kv_heads, head_dim), dtype)
-            self.value_bias = None if self.value is None else jnp.zeros((kv_heads, head_dim), dtype)
+            self.value_bias = None if self.value is None else jnp.zeros((kv_heads, value_dim), dtype)
         if biases == "all":
             self.out_bias = jnp.zeros((embed,), dtype)
         self.sinks = jnp.zeros((heads,), dtype) if sinks else None
         self.gate = self.gate_bias = None
         if gated:
             # Not one of `keys`, which are those of `fold_in` with 0 to 3.
-            self.gate = normal(jax.random.fold_in(key, 4), (embed, heads, head_dim), std, dtype)
-            self.gate_bias = None if biases == "none" else jnp.zeros((heads, head_dim), dtype)
+            self.gate = normal(jax.random.fold_in(key, 4), (embed, heads, value_dim), std, dtype)
+            self.gate_bias = None if biases == "none" else jnp.zeros((heads, value_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
-        self.value_epsilon, self.scale = norm_eps if norm_values else None, scale
+        self.value_epsilon, self.value_scale = norm_eps if norm_values else None, value_scale
+        self.scale = scale
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
@@ -151,6 +157,8 @@ class Attention(Mixer):
         k = self._turned(self._normed(projected, key_norm, group), turn)
         v = projected if self.value is None else self._project(x, self.value, self.value_bias)
         v = self._normed(v if self.value_epsilon is None else normalise(v, self.value_epsilon), None, group)
+        if self.value_scale != 1:
+            v = (v.astype(jnp.float32) * self.value_scale).astype(v.dtype)  # the product is rounded, not the factor
         kept: PyTree = KeyValue(k, v)
         q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -182,13 +190,16 @@ class Attention(Mixer):
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """Return those of keys and values, which are equal."""
-        return self.key.shape[-1], self.key.shape[-1]
+        """Return those of keys and values."""
+        return self.key.shape[-1], self.out.shape[-2]
 
     def shared_sizes(self) -> dict[str, Any]:
         """Return the sizes of keys and values."""
-        *_, kv_heads, head_dim = self.key.shape
-        return {name: {"kv_heads": kv_heads, "head_dim": head_dim} for name in KeyValue._fields}
+        sizes = zip(KeyValue._fields, self.head_sizes, strict=True)
+        return {name: {"kv_heads": self.key.shape[-2], "head_dim": size} for name, size in sizes}
+
+    def _turned(self, x: Array, turn: Turn | None) -> Float[Array, "batch seq some_heads head_dim"]:
+        return x if self.rotary is None or turn is None else self.rotary(x, turn)
 
     def _turned(self, x: Array, turn: Turn | None) -> Float[Array, "batch seq some_heads head_dim"]:
         return x if self.rotary is None or turn is None else self.rotary(x, turn)

@@ -38,10 +38,12 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "lfm2_8b_a1b": 8_339_929_856,
     "nemotron_3_nano_30b_a3b": 31_577_940_288 - 23 * 128,  # layers with experts, choice biases
     "nemotron_3_super_120b_a12b": 120_668_707_840 - 40 * 512,
     "nemotron_3_ultra_550b_a55b": 549_308_993_536 - 48 * 512,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
+    "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
 
 
@@ -53,8 +55,21 @@ def configuration(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "nemotron_h"),
-        *("gemma4", *TOTALS),
+        *(
+            "mixtral",
+            "deepseek",
+            "qwen3_moe",
+            "olmoe",
+            "gpt_oss",
+            "glm4_moe",
+            "qwen3_5",
+            "kimi_linear",
+            "lfm2_moe",
+            "nemotron_h",
+            "gemma4",
+            "mimo_v2",
+        ),
+        *TOTALS,
     ],
 )
 def test_totals_and_nearly_all_is_split_over_all_devices(name):
@@ -81,7 +96,7 @@ def test_totals_and_nearly_all_is_split_over_all_devices(name):
 # What no paper gives (no released size is tied); a softmax router has no choice bias and so no rate of it; only ERNIE
 # has a least sum.
 NO_PAPER = {"z_loss", "load_balance_over", "tied_embeddings", "unembedding_std", "router.bias_rate", "router.least_sum"}
-NO_PAPER |= {"yarn.truncate", "yarn.attention_factor"}
+NO_PAPER |= {"yarn.truncate", "yarn.attention_factor", "router.added_to_sum"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}

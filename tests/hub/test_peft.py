@@ -58,6 +58,7 @@ READ = {
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
+    "lfm2": ("attention", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
 }
 
@@ -144,6 +145,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("qwen3.5", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
+        ("lfm2", ("experts",), "not found in the base model"),
         ("nemotron", ("attention", "shared", "mlp"), "ignored"),
     ],
 )

@@ -9,7 +9,20 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gemma4, gpt_oss, nemotron_h, of_type, olmoe, qwen3
+from tiny_models import (
+    CONFIGS,
+    ROUTER,
+    SIGMOID,
+    YARN,
+    deepseek_v3,
+    gemma4,
+    gpt_oss,
+    mimo,
+    nemotron_h,
+    of_type,
+    olmoe,
+    qwen3,
+)
 
 import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
@@ -79,6 +92,7 @@ def drop(*keys):
     return lambda c: [c.pop(key) for key in keys]
 
 
+_RELEASED = ("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon")
 SPELLINGS = {
     "theta outside rope_parameters": (
         "mixtral",
@@ -135,6 +149,13 @@ SPELLINGS = {
     ),
     "gemma4 heads by layer": ("gemma4", drop("global_head_dim", "num_global_key_value_heads")),
     "gemma4 last layer": ("gemma4", lambda c: c.update(layer_types=["sliding_attention"] * 2)),
+    "mimo as transformers writes it": (
+        "mimo",
+        lambda c: (
+            c.update(sliding_window=c.pop("sliding_window_size") + 1, attention_value_scale=None),
+            [c.pop(key) for key in [*c] if key.startswith(("swa_", "add_")) or key in _RELEASED],
+        ),
+    ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
     # transformers clamps to another key, and only where it reads a text.
     "nemotron steps": (
@@ -290,6 +311,13 @@ LEFT_OUT = {
         drop(
             *("layer_types", "rope_parameters", "num_kv_shared_layers", "attention_k_eq_v", "final_logit_softcapping"),
             *("per_layer_config", "num_global_key_value_heads", "hidden_activation"),
+        ),
+    ),
+    "mimo as released": (
+        mimo(full_layers=None, layers=7, rope_base=1e4, full_rope_base=5e6, rotary_dims=2),
+        drop(
+            *("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "attention_value_scale"),
+            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_bias"),
         ),
     ),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),

@@ -148,6 +148,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer"}
     | {"rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "use_mtp": True}
     | {"shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064},
+    "lfm2_8b_a1b": {"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "hidden_act": None}
+    | {"conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168, "norm_eps": 1e-05}
+    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]}
+    | {"max_position_embeddings": 128000, "moe_intermediate_size": 1792, "norm_topk_prob": True, "num_experts": 32}
+    | {"num_attention_heads": 32, "num_dense_layers": 2, "num_experts_per_tok": 4, "num_hidden_layers": 24}
+    | {"num_key_value_heads": 8, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "tie_embedding": True}
+    | {"tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": 65536},
     "qwen3_next_80b_a3b": _DELTA
     | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
     | {"intermediate_size": 5120, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
@@ -260,6 +267,12 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
     ("v3", {"router": Choice("sigmoid", choice_bias="learned", least_sum=0.1)}, ("model.router.least_sum=0.1",)),
+    (
+        "v3",
+        {"router": Choice("sigmoid", choice_bias="learned", added_to_sum=0.1)},
+        ("model.router.added_to_sum=0.1", "only 1e-20"),
+    ),
+    ("qwen3", {"router": Choice(added_to_sum=0.1)}, ("model.router.added_to_sum=0.1: a qwen3_moe", "read as 1e-20")),
 ]
 
 
@@ -276,6 +289,9 @@ def test_layers_of_multi_token_prediction_are_not_loaded():
     further = {"model.layers.2.eh_proj.weight", "model.layers.2.self_attn.q_proj.weight", "model.mtp_block.0.weight"}
     left = {*further, "model.layers.1.extra"}
     found = hub.find_unused(left, {"model.layers.1.input_layernorm.weight"})
+    assert found == dict.fromkeys(further, "multi-token prediction")
+    further = {"model.mtp.layers.0.self_attn.q_proj.weight"}
+    found = family_of(PLAIN["mimo"]).hub.find_unused({*further, "model.layers.1.extra"}, set())
     assert found == dict.fromkeys(further, "multi-token prediction")
 
 
@@ -301,10 +317,13 @@ def test_an_attention_factor_is_written_and_read_again():
         assert config_of(family_of(config).hub.write(config)).yarn == yarn, name
 
 
+TWO_BASES = ("gemma4", "mimo")  # of which one key at the top is not enough
+
+
 def test_older_keys_of_rotary_positions_mean_the_same():
     """`rope_scaling` and `rope_theta` at the top, in the spelling of the first releases."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("qwen3", "v2", "v3")}
-    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name != "gemma4"]
+    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name not in TWO_BASES]
     for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         rope = keys.pop("rope_parameters")
@@ -317,7 +336,7 @@ def test_older_keys_of_rotary_positions_mean_the_same():
 def test_older_keys_of_rotary_positions_are_written_too():
     """They alone are as much, so that transformers 4 finds everything."""
     longer = {name: dataclasses.replace(PLAIN[name], yarn=YARN) for name in ("glm", "qwen3", "v2", "v3")}
-    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name != "gemma4"]
+    rotated = [config for name, config in PLAIN.items() if hasattr(config, "rope_base") and name not in TWO_BASES]
     for config in [*rotated, *longer.values()]:
         keys = family_of(config).hub.write(config)
         assert keys.pop("rope_parameters").keys() - {"rope_type"} <= keys.keys() | (keys["rope_scaling"] or {}).keys()

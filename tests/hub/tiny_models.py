@@ -18,10 +18,12 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
+    WindowedConfig,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
@@ -33,6 +35,7 @@ from moezoo.nn.state_space import StateSpaceSizes
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
+LFM2_ROUTER = Lfm2MoeConfig().router
 SIGMOID = replace(ROUTER, groups=1, kept_groups=1)
 # The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
@@ -98,6 +101,12 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
 
 
+def lfm2(**changes: Any) -> Lfm2MoeConfig:
+    """Return a tiny LFM2 whose first layer has a convolution and an MLP."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "rope_base": 100.0}
+    return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
+
+
 def nemotron_h(heads: int = 4, groups: int = 2, taps: int = 4, **changes: Any) -> NemotronHConfig:
     """Return a tiny Nemotron-H with a layer of each part. No two adjacent dimensions of a layer have the same size."""
     sizes: dict[str, Any] = {"mamba": StateSpaceSizes(heads, 5, groups, 6, taps), "layers": 4, "pattern": "ME*-"}
@@ -110,6 +119,13 @@ def gemma4(**changes: Any) -> Gemma4Config:
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
     rope = {"rope_base": 100.0, "full_rope_base": 100.0}
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
+
+
+def mimo(**changes: Any) -> WindowedConfig:
+    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
+    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
+    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
+    return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -210,6 +226,17 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "lfm2": lfm2(),
+    "lfm2 biases, untied": lfm2(
+        taps=4,
+        convolution_bias="all",
+        dense_layers=0,
+        attention_layers=(0,),
+        router=replace(LFM2_ROUTER, gates="scores", choice_bias="none", scale=1.7),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=False,
+    ),
+    "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
     "nemotron": nemotron_h(),
     "nemotron latent": nemotron_h(6, 3, 3, layers=5, pattern="EM*EM", expert_latent=8, router=ROUTER, kv_heads=4),
     "nemotron no bias": nemotron_h(
@@ -224,6 +251,19 @@ CONFIGS = {
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "mimo": mimo(),
+    "mimo plain, tied": mimo(
+        layers=2,
+        full_layers=None,
+        full_kv_heads=2,
+        kv_heads=4,
+        value_dim=8,
+        value_scale=1.0,
+        rotary_dims=None,
+        attention_bias="inputs",
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -251,7 +291,9 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
+    "lfm2": lfm2(),
     "gemma4": gemma4(),
+    "mimo": mimo(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear", "nemotron")}
 
 

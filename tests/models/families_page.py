@@ -66,9 +66,11 @@ _MODELS = {
     "qwen3_5_moe": ("Qwen3.5-122B-A10B", "Qwen3.5-35B-A3B and 397B-A17B, Qwen3.6-35B-A3B"),
     "qwen3_5_moe_text": ("Qwen3.5-122B-A10B", "the same"),
     "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
+    "lfm2_moe": ("", "LFM2-8B-A1B"),
     "nemotron_h": ("", "Nemotron 3 Nano, Super and Ultra, Nemotron 3.5 Lightning"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
+    "mimo_v2_flash": ("MiMo-V2-Flash", ""),
 }
 _LISTED = """
 ## What is ignored

@@ -24,13 +24,15 @@ POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)
 AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
-# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor.
+# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor;
+# values that are narrower than keys, and multiplied, and no rotation.
 PARTS = {
     "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
     "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
     "gate": {"norm_over": "head", "norm_around_one": True, "gated": True, "rotary": Rotary(2, 100.0)},
     "keys": {"norm_over": "head", "norm_values": True, "values_from": "keys", "scale": 0.7}
     | {"rotary": Rotary(HEAD_DIM, 100.0, Proportional(0.5))},
+    "narrow": {"biases": "inputs", "value_dim": 3, "value_scale": 0.7, "gated": True, "rotary": None},
     "projection": {"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)},
 }
 
@@ -55,6 +57,8 @@ def test_equals_a_loop(name):
             return y
         if name == "keys":  # of two pairs the first one rotates
             return np.where(np.arange(HEAD_DIM) % 2, y, complex_rotation(y, POSITIONS, 100.0))
+        if layer.rotary is None:
+            return y
         dims = layer.rotary.dims
         return np.concatenate([complex_rotation(y[..., :dims], POSITIONS, 100.0), y[..., dims:]], axis=-1)
 
@@ -64,11 +68,12 @@ def test_equals_a_loop(name):
     if name == "keys":
         assert layer.value is None
         v = rms_norm(v, 1.0, 0.1)
+    v = 0.7 * v if name == "narrow" else v
     q = q.reshape(BATCH, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
     y = attention(q, k, v, POSITIONS, SEGMENTS, 0.7 if name == "keys" else HEAD_DIM**-0.5, window=3)
-    y = y.reshape(BATCH, SEQ, HEADS, HEAD_DIM)
+    y = y.reshape(BATCH, SEQ, HEADS, -1)
     if layer.gate is not None:
-        y = y / (1 + np.exp(-part(layer.gate, None, None, False)))
+        y = y / (1 + np.exp(-part(layer.gate, layer.gate_bias, None, False)))
     wanted = np.einsum("bsnh,nhd->bsd", y, np.asarray(layer.out, np.float64))
     wanted += 0 if layer.out_bias is None else np.asarray(layer.out_bias, np.float64)
     context = Context(AT, AT)

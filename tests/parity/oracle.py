@@ -445,6 +445,7 @@ _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_
 _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
 _MATRICES |= {f"delta_{name}": "ioo" for name in ("query", "key", "value", "decay_up", "gate", "gate_up")}
 _MATRICES |= {f"delta_{name}": "io" for name in ("decay", "decay_down", "gate_down", "strength")}
+_MATRICES |= {f"convolution_{name}": "io" for name in ("input_gate", "output_gate", "value", "out")}
 _MATRICES |= {"delta_out": "iio", "attention_gate": "ioo"}
 _MATRICES |= {f"mamba_{name}": "ioo" for name in ("gate", "value", "write", "read")}
 _MATRICES |= {"mamba_step": "io", "mamba_out": "iio", "latent_down": "io", "latent_up": "io"}

@@ -23,7 +23,19 @@ import numpy as np
 import oracle
 import pytest
 from compiled import ALL, UNMERGED
-from cover import EXTRA_CASES, FAMILIES, LAYERS, RECURRENT_CASES, UNUSED, Case, batch, cover, model, product
+from cover import (
+    EXTRA_CASES,
+    FAMILIES,
+    LAYERS,
+    RECURRENT_CASES,
+    UNUSED,
+    WINDOWED_CASES,
+    Case,
+    batch,
+    cover,
+    model,
+    product,
+)
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
@@ -55,7 +67,7 @@ class Errors(NamedTuple):
 
 
 # Those that have a choice bias.
-BIASED = ("deepseek", "glm4_moe", "kimi_linear", "nemotron_h")
+BIASED = ("deepseek", "glm4_moe", "kimi_linear", "lfm2_moe", "nemotron_h", "windowed")
 
 
 def compare_with_oracle(case: Case) -> Errors:
@@ -113,7 +125,8 @@ def tolerance_of(case: Case) -> float:
     [
         *cover(),
         *EXTRA_CASES[:-1],
-        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 6)) for at, case in enumerate(RECURRENT_CASES)),
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 8)) for at, case in enumerate(RECURRENT_CASES)),
+        *WINDOWED_CASES,
         pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer),
     ],
     ids=str,
@@ -228,7 +241,8 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))
     assert sum(x.size for x in parameters_of(family, tiny).values()) == sum(x.size for x in jax.tree.leaves(parameters))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    stacks = {"kimi_linear": (1, 2), "nemotron_h": (1, 4)}.get(family, (1,)) if family in BIASED else ()
+    several = {"kimi_linear": (1, 2), "lfm2_moe": (1, 2), "nemotron_h": (1, 4), "windowed": (0, 1)}
+    stacks = several.get(family, (1,)) if family in BIASED else ()
     wanted = [f".stacks[{stack}].blocks[0].feed_forward.router.choice_bias" for stack in stacks]
     if family == "gemma4":  # the number that a layer ends in
         wanted = [f".stacks[{stack}].blocks[0].scale" for stack in range(2)]

@@ -82,6 +82,8 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
                 pass  # a feed-forward part alone
             elif "attention.rate" in block.shapes:
                 state_space(mixes, run, block.shapes, tokens, chunks)
+            elif "attention.filters" in block.shapes:
+                gated_convolution(mixes, run, block.shapes, tokens, chunks)
             elif "attention.strength" in block.shapes:
                 delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
@@ -179,9 +181,12 @@ class Array(NamedTuple):
     local: int  # the numbers of one layer that a device stores
 
 
+_AS_HEADS = ("key_heads", "value_heads", "state_groups", "state_heads", "channels")
+
+
 def like(logical: str) -> str:
-    """Return the logical axis that the rules name for another one: heads of recurrent layers are split as heads."""
-    return "heads" if logical in ("key_heads", "value_heads", "state_groups", "state_heads") else logical
+    """Return the logical axis that the rules name for another one: recurrent layers split their own axes as heads."""
+    return "heads" if logical in _AS_HEADS else logical
 
 
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
@@ -268,7 +273,8 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
         expands = any(path.startswith(("attention.key_up", "attention.value_up")) for path in trains)
     else:
         _, kv_heads, head_dim = shapes["attention.key"]
-        kept = [tokens * max(1, kv_heads // run.ways(heads)) * head_dim] * 2  # keys and values
+        # Keys, and values, which are as wide as what heads return.
+        kept = [tokens * max(1, kv_heads // run.ways(heads)) * n for n in (head_dim, shapes["attention.out"][1])]
         entering = [tokens * embed]
         for norm in ("attention.query_norm.scale", "attention.key_norm.scale"):
             if norm in shapes:
@@ -321,6 +327,14 @@ def state_space(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) 
     state_dim, (value_heads, value_dim) = shapes["attention.write"][-1], shapes["attention.value"][1:]
     for numbers in (1, state_dim * value_dim):
         travels(book, run, chunks * value_heads // run.ways(heads) * numbers, FLOAT32)
+
+
+def gated_convolution(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
+    """Book sums over devices that share channels, and the last inputs of filters, as `delta_rule` does."""
+    heads, (taps, channels) = run.kept("heads"), shapes["attention.filters"]
+    for phases in ("FR", "B"):  # the results of all channels, and the gradient of what enters them
+        book(phases, "psum", heads, tokens * channels, run.width)
+    travels(book, run, chunks * (taps - 1) * channels // run.ways(heads), run.width)
 
 
 def travels(book: Book, run: Run, numbers: int, width: int) -> None:
