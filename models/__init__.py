@@ -15,6 +15,8 @@ from moezoo.models import (
     kimi_linear_hub,
     lfm2_moe,
     lfm2_moe_hub,
+    llama4,
+    llama4_hub,
     mixtral,
     nemotron_h,
     nemotron_h_hub,
@@ -33,6 +35,7 @@ from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.kimi_linear import KimiLinearConfig
 from moezoo.models.lfm2_moe import Lfm2MoeConfig
+from moezoo.models.llama4 import Llama4Config
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.nemotron_h import NemotronHConfig
 from moezoo.models.olmoe import OlmoeConfig
@@ -41,6 +44,7 @@ from moezoo.models.windowed import WindowedConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
+Llama4 = Family("llama4", Llama4Config, llama4.kinds, llama4.make_block, llama4_hub.HUB)
 Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB, mixtral.DENSE_HUB)
 Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
 Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB, grouped_hub.DENSE_HUB)
@@ -51,7 +55,8 @@ Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block,
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
 Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
 NemotronH = Family("nemotron_h", NemotronHConfig, nemotron_h.kinds, nemotron_h.make_block, nemotron_h_hub.HUB)
-_FAMILIES = (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, NemotronH, Gemma4, Windowed)
+_HYBRIDS = (Qwen35, KimiLinear, Lfm2Moe, NemotronH)
+_FAMILIES = (DeepSeek, Mixtral, Llama4, Olmoe, Grouped, GptOss, *_HYBRIDS, Gemma4, Windowed)
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 

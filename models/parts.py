@@ -9,7 +9,7 @@ from jaxtyping import Array
 from moezoo.models.block import Block
 from moezoo.models.config import KeyValueHeadsConfig, ModelConfig
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import BranchNorms, Latent, MoE
+from moezoo.moe.mixture import BranchNorms, GatesOn, Latent, MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.base import FeedForward, Mixer, NoMixer
@@ -66,6 +66,7 @@ def mixture(
     bias: Literal["none", "trained"] = "none",
     scales: Literal["none", "trained"] = "none",
     activation: Activation = SWIGLU,
+    gates_on: GatesOn = "results",
     latent: int | None = None,
     **options: Any,
 ) -> MoE:
@@ -82,6 +83,7 @@ def mixture(
         bias: Whether the router has a bias.
         scales: Whether the router scales its input and gates by trained numbers.
         activation: That of experts and of the shared MLP.
+        gates_on: What gates multiply.
         latent: The width of a latent that the experts are in; None for none.
         options: Those of `Experts` that differ by family.
     """
@@ -91,4 +93,4 @@ def mixture(
     experts = Experts(c.experts, latent or c.embed, c.expert_mlp, dtype=dtype, key=keys[1], **options)
     beside = mlp(c, dtype, keys[2], shared, shared_gated, activation) if shared else None
     around = latent and Latent(c.embed, latent, out_std=out_std(c), dtype=dtype, key=keys[3])
-    return MoE(router, experts, beside, norms, around or None)
+    return MoE(router, experts, beside, norms, gates_on, around or None)

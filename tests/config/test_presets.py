@@ -42,6 +42,8 @@ TOTALS = {
     "nemotron_3_nano_30b_a3b": 31_577_940_288 - 23 * 128,  # layers with experts, choice biases
     "nemotron_3_super_120b_a12b": 120_668_707_840 - 40 * 512,
     "nemotron_3_ultra_550b_a55b": 549_308_993_536 - 48 * 512,
+    "llama4_scout_17b_16e": 107_769_861_120,
+    "llama4_maverick_17b_128e": 400_711_848_960,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
     "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
@@ -67,6 +69,7 @@ def configuration(name):
             "lfm2_moe",
             "nemotron_h",
             "gemma4",
+            "llama4",
             "mimo_v2",
         ),
         *TOTALS,

@@ -92,7 +92,7 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4", "gemma4_text")
+    joining = ("gpt_oss", "mistral4", "gemma4_text", "llama4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
     w123 = (*renaming, "lfm2_moe")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))

@@ -131,6 +131,18 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     mimo => {"rope_scaling": {"type": "linear"}} => rope_scaling= ... another version
     mimo => {"layernorm_epsilon": 0.1} => rms_norm_eps=1e-05 and layernorm_epsilon=0.1 are one setting ... delete
     mimo => {"num_key_value_heads": 4} => swa_num_key_value_heads=2 ... only 8
+    llama4 => {"no_rope_layers": [1, 1, 1]} => no_rope_layers names 3 layers, but num_hidden_layers=2
+    llama4 => {"no_rope_layers": [1, 2]} => no_rope_layers[1]=2 ... 0 or 1
+    llama4 => {"attention_chunk_size": null}
+        => attention_chunk_size=null, but layer 0 of layer_types is chunked_attention
+    llama4 => {"layer_types": ["chunked_attention", "sliding_attention"]} => layer_types names 'sliding_attention'
+    llama4 => {"attn_temperature_tuning": "yes"} => attn_temperature_tuning=yes: expected true or false
+    llama4 => {"attn_scale": -0.1} => attn_scale=-0.1 ... at least 0
+    llama4 => {"moe_layers": []} => moe_layers=[] leaves no layer of num_hidden_layers=2 with experts
+    llama4 => {"moe_layers": null, "interleave_moe_layer_step": 3} => interleave_moe_layer_step=3 leaves no layer of
+    llama4 => {"interleave_moe_layer_step": 0} => interleave_moe_layer_step=0 ... at least 1
+    llama4 => {"rope_parameters": {YARN}} => rope_type=yarn ... only default and llama3
+    llama4 => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
     gpt_oss => {"experts_per_token": 3} => experts_per_token=3 ... only 2
     glm => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
     glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1

@@ -60,6 +60,7 @@ READ = {
     "next plain": ("attention", "experts"),
     "lfm2": ("attention", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
+    "llama4": ("attention", "shared"),
 }
 
 
@@ -105,6 +106,7 @@ MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),
     "gemma4": ("experts",),
+    "llama4": ("experts", "*.router.weight"),
     "glm": ("mlp", "shared"),
 }
 

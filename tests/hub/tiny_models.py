@@ -19,6 +19,7 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -30,7 +31,7 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
-from moezoo.nn.rotary import QueryScale, Yarn
+from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
 from moezoo.nn.state_space import StateSpaceSizes
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
@@ -126,6 +127,13 @@ def mimo(**changes: Any) -> WindowedConfig:
     sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
     sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
     return WindowedConfig(**{**SMALL, **sizes, **changes})
+
+
+def llama4(**changes: Any) -> Llama4Config:
+    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
+    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
+    return Llama4Config(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -264,6 +272,19 @@ CONFIGS = {
         router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2, query_scale=CountScale(0.0, 4)),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -294,6 +315,7 @@ PLAIN: dict[str, Any] = {
     "lfm2": lfm2(),
     "gemma4": gemma4(),
     "mimo": mimo(),
+    "llama4": llama4(),
 } | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear", "nemotron")}
 
 

@@ -68,6 +68,8 @@ _MODELS = {
     "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
     "lfm2_moe": ("", "LFM2-8B-A1B"),
     "nemotron_h": ("", "Nemotron 3 Nano, Super and Ultra, Nemotron 3.5 Lightning"),
+    "llama4": ("", "Llama 4 Scout, Maverick"),
+    "llama4_text": ("", "the same"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
     "mimo_v2_flash": ("MiMo-V2-Flash", ""),

@@ -82,7 +82,7 @@ MISSING = {
     "laguna": "gates on attention, a number of heads for each layer, windows in some layers",
     "lara_mini": "windows in some layers, layers without rotation; the gated delta rule is that of `qwen3_next`",
     "lfm2_moe": "",
-    "llama4": "attention in chunks, layers without rotation, gates on what enters experts",
+    "llama4": "",
     "longcat_flash": "two attentions and two MLPs in a layer, experts that compute nothing",
     "mellum": "windows in some layers, with another base of rotation",
     "mimo_v2_flash": "",

@@ -45,6 +45,7 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -137,6 +138,11 @@ _WINDOWED = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1
 _WINDOWED |= {"full_kv_heads": 2, "full_rope_base": 50.0, "value_dim": 5, "mlp_layers": (), "attention_bias": "inputs"}
 _WINDOWED["router"] = _GLM["router"]
 
+# A layer with rotation and stretches, and one without. Documents have up to three stretches, and three factors of
+# queries. Released models have one expert per token; with two, each reads a copy of the token.
+_LLAMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 2, "norm_eps": 1e-3, "stretch": 2, "plain_layers": (1,)}
+_LLAMA4 |= {"query_scale": {"beta": 0.7, "length": 2}}
+
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
 _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -156,6 +162,7 @@ Config = (
     | DeepSeekConfig
     | GroupedConfig
     | OlmoeConfig
+    | Llama4Config
     | GptOssConfig
     | KimiLinearConfig
     | Lfm2MoeConfig
@@ -175,6 +182,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
+    "llama4": (Llama4Config, _LLAMA4, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
     "nemotron_h": (NemotronHConfig, _NEMOTRON_H, 6),
@@ -185,12 +193,12 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
     _FAMILY_SETTINGS[_name] = (_class, _values | _changes, _seed)
-# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and one
-# whose parts are those of others, except those that `WINDOWED_CASES` are for.
+# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and those
+# whose parts are those of others, except the parts that `WINDOWED_CASES` and `STRETCH_CASES` are for.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
 RECURRENT = ("qwen3_5", "lfm2_moe", "nemotron_h")
-IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "windowed"))
+IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "llama4", "windowed"))
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
@@ -625,6 +633,16 @@ RECURRENT_CASES = (
     Case("gather", "single", "fsdp_ep", "full", 1, "sequence", "nemotron_h", "muon"),
     Case("ragged", "fsdp2_ep2_context2", "fsdp_ep", "full", 1, "batch", "nemotron_h", "adamw", "ring"),
     Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "nemotron_h"),
+)
+# Cases with stretches, and with gates on what experts read: each strategy, each order of tokens and way of attention on
+# split sequences, both backends of attention, tokens that devices share, and split widths.
+STRETCH_CASES = (
+    Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "llama4"),
+    Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "llama4", "adamw", "ring", chunks=3),
+    Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "llama4", "muon"),
+    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "none", 2, "batch", "llama4"),
+    Case("dense", "fsdp2_ep2_context2", "cp_as_ep", "full", 1, "batch", "llama4", "sgd", "ring", 1, None, "contiguous"),
+    Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "llama4"),
 )
 # Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
 # stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.

@@ -19,6 +19,7 @@ from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_gemma4 import Gemma4, gelu_gated
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
+from oracle_llama4 import Llama4
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
 from oracle_windowed import Windowed
@@ -32,6 +33,7 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -262,6 +264,12 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"choice": _choice(c.router), "attends": c.attention_layers}
         different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
         return oracle_convolution.Lfm2(**{**common, **different, **_bias(family, balance)})
+    elif isinstance(c, Llama4Config):
+        choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
+        different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}
+        different["query_scale"] = c.query_scale.beta, c.query_scale.length
+        different["rope"] = Rope(c.rope_base, interleaved=True)
+        return Llama4(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):

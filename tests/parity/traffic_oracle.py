@@ -90,7 +90,7 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
                 attention(mixes, run, block.shapes, trains, tokens, hops)
             if any(path.startswith("feed_forward.") for path in block.shapes):
-                feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, trains, tokens, sizes)
+                feed_forward(part("layers/feed_forward", phases, times), run, block, trains, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
     logits(part("head", "FB"), run, tokens, sizes, learns, any(a.learns for a in final if a.role == "scale"))
@@ -244,7 +244,8 @@ class Block(NamedTuple):
 
     stack: str  # path of the stack
     path: str
-    window: int | None  # the tokens that a query sees; None for all
+    window: int | None  # the tokens that a query sees, at most; None for all
+    on_inputs: bool  # whether gates multiply what experts read
     shapes: Shapes
 
 
@@ -255,7 +256,10 @@ def find_blocks(model: Any) -> list[Block]:
         if at := re.match(r"(\.stacks\[(\d+)\])\.blocks\[(\d+)\]\.", path):
             if not found or found[-1].path != at[0]:
                 block = model.stacks[int(at[2])].blocks[int(at[3])]
-                found.append(Block(at[1], at[0], getattr(block.attention, "window", None), {}))
+                window = getattr(block.attention, "window", None)
+                most = getattr(window, "length", window)  # of a stretch, or of a window
+                on_inputs = getattr(block.feed_forward, "gates_on", "") == "inputs"
+                found.append(Block(at[1], at[0], most, on_inputs, {}))
             found[-1].shapes[path.removeprefix(at[0])] = shape[1:]
     return found
 
@@ -352,8 +356,9 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
 # MLPs and experts: docs/appendix/collectives.md, "Over tensor"; docs/dispatch.md, "What each one moves"
 
 
-def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, sizes: Any) -> None:
+def feed_forward(book: Book, run: Run, block: Block, trains: set[str], tokens: int, sizes: Any) -> None:
     """Book the sums over devices that share a width, and the exchange of tokens between experts."""
+    shapes, k = block.shapes, sizes.experts_per_token
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
     if "feed_forward.shared.token_gate" in trains:  # whole
         book("B", "psum", width, sizes.embed, run.reduce_width)
@@ -367,44 +372,48 @@ def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens:
         book("B", "psum", width, tokens * latent, run.width)
         book("B" if "feed_forward.latent.up" in trains else "", "psum", width, latent * sizes.embed, run.reduce_width)
     if "feed_forward.router.weight" in shapes:
-        book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
+        book("B", "psum", width, tokens * k, FLOAT32)  # the gradient of gates
+        if block.on_inputs:  # each expert of a token reads a copy, whose gate is 1
+            tokens, k = tokens * k, 1
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        embed, again = shapes["feed_forward.experts.up"][1], normed or "feed_forward.latent.up" in trains
-        drops = [exchange(book, run, end - start, sizes, embed, again) for start, end in pairwise(ends)]
+        learns, again = not block.on_inputs, normed or "feed_forward.latent.up" in trains
+        moved = sizes.experts, shapes["feed_forward.experts.up"][1]
+        drops = [exchange(book, run, end - start, k, learns, *moved, again) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, sizes: Any, embed: int, again: bool) -> bool:
+def exchange(
+    book: Book, run: Run, tokens: int, k: int, learns: bool, experts: int, embed: int, again: bool
+) -> bool:  # fmt: skip
     """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
 
-    `embed`: the numbers of a token that experts read.
-
-    `again`: whether a norm or a matrix reads the results, which it needs again for its gradient.
+    `k`: the experts of a token; `learns`: whether gates that travel have a gradient; `embed`: the numbers that experts
+    read of a token. `again`: whether a norm or a matrix reads the results, which it needs again for its gradient.
     """
     results = "FR" if again else "F"
-    group, devices, k = run.experts, run.ways(run.experts), sizes.experts_per_token
+    group, devices = run.experts, run.ways(run.experts)
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
         tokens = -(-tokens // devices)
-    most = devices * tokens * min(k, sizes.experts // devices)  # room for what can come
+    most = devices * tokens * min(k, experts // devices)  # room for what can come
     rows, drops = tokens * k, False
     if run.name in ("ring", "ragged") and run.strategy.buffer_factor is not None:
         room = math.ceil(run.strategy.buffer_factor * tokens * k)
         rows, drops = min(rows, room), room < most and (run.name == "ring" or devices > 1)
     elif run.name == "capacity":
         factor = run.strategy.capacity_factor
-        each = tokens if factor is None else min(tokens, math.ceil(factor * tokens * k / sizes.experts))
-        rows, drops = sizes.experts * each, each < tokens
+        each = tokens if factor is None else min(tokens, math.ceil(factor * tokens * k / experts))
+        rows, drops = experts * each, each < tokens
     if run.name == "ring":
         book("FR", "all_gather", group, tokens * embed, run.width)  # tokens
         book("FR", "all_gather", group, tokens * 2 * k, FLOAT32)  # experts and gates
         book(results, "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
         book("B", "all_gather", group, tokens * embed, run.width)  # the gradients of these three
-        book("B", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
+        book("B" if learns else "", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
     elif run.name == "ragged":
-        book("FR", "all_gather", group, sizes.experts, INT32)  # rows for each expert
+        book("FR", "all_gather", group, experts, INT32)  # rows for each expert
         book("FRB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
     elif run.name == "capacity":
         book("FRB", "all_to_all", group, rows * embed, run.width, 2)
@@ -412,7 +421,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any, embed: int, again: b
         book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)
         book("B", "psum", group, devices * tokens * embed, run.width)  # the gradients of tokens and gates
-        book("B", "psum", group, devices * tokens * k, FLOAT32)
+        book("B" if learns else "", "psum", group, devices * tokens * k, FLOAT32)
     return drops
 
 
