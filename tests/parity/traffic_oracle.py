@@ -268,7 +268,7 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
     """Book sums over devices that share heads, and how queries meet keys elsewhere; `trains` has what is trained."""
     heads, embed = run.kept("heads"), shapes["attention.out"][-1]
     expands = True  # whether gradients need keys of the whole sequence where results of products are kept
-    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
     if "attention.kv_down" in shapes:
         (latent,) = shapes["attention.kv_norm.scale"]
         kept = [tokens * latent, tokens * (shapes["attention.kv_down"][-1] - latent)]  # latent and shared key
@@ -298,6 +298,11 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
             book("B", "ppermute", run.sequence, numbers, FLOAT32, hops)  # gradients
 
 
+def of_results(shapes: Shapes) -> str:
+    """Return when results of all heads are summed: again where the feed-forward part of a layer reads them."""
+    return "FR" if any(path.startswith("feed_forward.") for path in shapes) else "F"
+
+
 def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
     """Book sums over devices that share heads, and what chunks need of those before: inputs of filters, and states.
 
@@ -305,7 +310,7 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
     (docs/long_context.md, "Recurrent layers").
     """
     heads, embed = run.kept("heads"), shapes["attention.out"][-1]
-    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
     # The gradients of what meets split heads: tokens, and what is between two matrices of low rank.
     ranks = [shapes[path][-1] for path in ("attention.decay.down", "attention.gate.down") if path in shapes]
     for numbers in (embed, *ranks):
@@ -323,7 +328,7 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
 def state_space(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
     """Book the same for a mixer by state space duality: a state's factor is a number per head."""
     heads, embed = run.kept("heads"), shapes["attention.out"][-1]
-    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
     book("B", "psum", heads, tokens * embed, run.width)  # the gradient of tokens
     reach = shapes["attention.convolutions[0].weight"][0] - 1
     for path in ("attention.read", "attention.write", "attention.value"):
