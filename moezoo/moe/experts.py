@@ -56,6 +56,11 @@ class Experts(eqx.Module):
             self.down_bias = jnp.zeros((num_experts, embed), dtype)
         self.activation = activation
 
+    @property
+    def width(self) -> int:
+        """The width of what they read and return. The module may be that of a stack, and hold shapes."""
+        return self.up.shape[-2]
+
     def partial(self, group: InnerGroup) -> "Experts":
         """Return the experts whose results, summed over the `group` that shares their width, have each bias once.
 
