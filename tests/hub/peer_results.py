@@ -92,16 +92,19 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4", "gemma4_text")
+    joining = ("gpt_oss", "mistral4", "gemma4_text", "llama4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
+    w123 = (*renaming, "lfm2_moe")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
-    gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if theirs.config.model_type in w123 else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
         if parameter.grad is None:  # a choice bias, which is a parameter in some models; what selects tokens
             continue
         gradient = parameter.grad.numpy().copy()
         if not gradient.size:  # of a shared MLP of no width
             continue
+        if theirs.config.model_type == "mimo_v2_flash":
+            name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
         if joined:  # on disk too
             found[name] = gradient
         elif name.endswith("experts.gate_up_proj"):

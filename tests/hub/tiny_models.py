@@ -18,19 +18,23 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
+    WindowedConfig,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
-from moezoo.nn.rotary import QueryScale, Yarn
+from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
+LFM2_ROUTER = Lfm2MoeConfig().router
 SIGMOID = replace(ROUTER, groups=1, kept_groups=1)
 # The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
@@ -56,6 +60,9 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     if model_type == "glm4_moe":
         sizes |= {"load_balance": 0.0001, "load_balance_over": "sequence"}
     return qwen3(**{**sizes, **changes})
+
+
+QWEN2: dict[str, Any] = {"norm_over": "nothing", "shared_mlp": 10}
 
 
 def olmoe(**changes: Any) -> OlmoeConfig:
@@ -96,11 +103,31 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
 
 
+def lfm2(**changes: Any) -> Lfm2MoeConfig:
+    """Return a tiny LFM2 whose first layer has a convolution and an MLP."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "rope_base": 100.0}
+    return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
+
+
 def gemma4(**changes: Any) -> Gemma4Config:
     """Return a tiny Gemma 4 whose first layer of two has a window, and whose cap bends some logits."""
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
     rope = {"rope_base": 100.0, "full_rope_base": 100.0}
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
+
+
+def llama4(**changes: Any) -> Llama4Config:
+    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
+    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
+    return Llama4Config(**{**SMALL, **sizes, **changes})
+
+
+def mimo(**changes: Any) -> WindowedConfig:
+    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
+    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
+    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
+    return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -124,6 +151,19 @@ CONFIGS = {
     "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
     "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
     "qwen3 mscales, tied": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=(), tied_embeddings=True),
+    "qwen2": of_type(
+        "qwen2_moe", **QWEN2, attention_bias="inputs", layers=3, mlp_layers=(1,), router=Choice(gates="scores")
+    ),
+    "qwen2 window, tied": of_type(
+        "qwen2_moe",
+        **QWEN2,
+        window=5,
+        layers=4,
+        moe_every=2,
+        router=Choice(),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=True,
+    ),
     "glm": of_type(
         "glm4_moe",
         router=ROUTER,
@@ -201,11 +241,49 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "lfm2": lfm2(),
+    "lfm2 biases, untied": lfm2(
+        taps=4,
+        convolution_bias="all",
+        dense_layers=0,
+        attention_layers=(0,),
+        router=replace(LFM2_ROUTER, gates="scores", choice_bias="none", scale=1.7),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=False,
+    ),
+    "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        query_scale=CountScale(0.0, 4),
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2),
+    "mimo": mimo(),
+    "mimo plain, tied": mimo(
+        layers=2,
+        full_layers=None,
+        full_kv_heads=2,
+        kv_heads=4,
+        value_dim=8,
+        value_scale=1.0,
+        rotary_dims=None,
+        attention_bias="inputs",
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -233,8 +311,11 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
+    "lfm2": lfm2(),
     "gemma4": gemma4(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+    "llama4": llama4(),
+    "mimo": mimo(),
+} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

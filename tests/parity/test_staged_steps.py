@@ -29,7 +29,7 @@ from moezoo.parallel.pipeline import Circular
 NEWER = STAGED_CASES[2]
 # What the suite has: two stages and four, each other axis of a mesh but `expert` alone, each strategy but `capacity`
 # (which `NEWER` has), each way to gather, and each update rule. The others run each week.
-IN_SUITE = [STAGED_CASES[at] for at in (0, 1, 6, 7, 12)]
+IN_SUITE = [STAGED_CASES[at] for at in (0, 1, 6, 7, -1)]
 
 
 def largest_error(case: Case) -> float:

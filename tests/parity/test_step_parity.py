@@ -23,7 +23,21 @@ import numpy as np
 import oracle
 import pytest
 from compiled import ALL, UNMERGED
-from cover import EXTRA_CASES, FAMILIES, LAYERS, RECURRENT_CASES, UNUSED, Case, batch, cover, each_time, model, product
+from cover import (
+    EXTRA_CASES,
+    FAMILIES,
+    LAYERS,
+    RECURRENT_CASES,
+    STRETCH_CASES,
+    UNUSED,
+    WINDOWED_CASES,
+    Case,
+    batch,
+    cover,
+    each_time,
+    model,
+    product,
+)
 from oracle_deepseek import DeepSeek
 from oracle_grouped import Grouped, clamped_swiglu
 from oracle_router import softmax
@@ -54,10 +68,10 @@ class Errors(NamedTuple):
     parameters: float
 
 
-# Of `RECURRENT_CASES`, those that CI has each time: sequences that are split, in both orders, and widths.
-RECURRENT_EACH_TIME = (1, 3, 5)
+# Of Qwen3.5 CI has each time: a sequence that is split, another order of tokens, and widths that are split.
+QWEN3_5_EACH_TIME = [("ring", "fsdp_ep"), ("gather", "ep_as_cp"), ("dense", "tensor")]
 # Those that have a choice bias.
-BIASED = ("deepseek", "glm4_moe", "kimi_linear")
+BIASED = ("deepseek", "glm4_moe", "kimi_linear", "lfm2_moe", "windowed")
 
 
 def compare_with_oracle(case: Case) -> Errors:
@@ -105,6 +119,11 @@ def compare_with_oracle(case: Case) -> Errors:
     )
 
 
+def is_more_of_qwen3_5(case: Case) -> bool:
+    """Return whether a case of Qwen3.5 runs only each week."""
+    return case.family == "qwen3_5" and (case.strategy, case.rules) not in QWEN3_5_EACH_TIME
+
+
 def tolerance_of(case: Case) -> float:
     """Return the largest error that rounding explains."""
     return MUON_TOLERANCE if case.optimizer == "muon" else TOLERANCE
@@ -115,10 +134,9 @@ def tolerance_of(case: Case) -> float:
     [
         *(pytest.param(case, marks=[pytest.mark.weekly] * (case not in each_time())) for case in cover()),
         *EXTRA_CASES[:-1],
-        *(
-            pytest.param(case, marks=[pytest.mark.weekly] * (at not in RECURRENT_EACH_TIME))
-            for at, case in enumerate(RECURRENT_CASES)
-        ),
+        *(pytest.param(case, marks=[pytest.mark.weekly] * is_more_of_qwen3_5(case)) for case in RECURRENT_CASES),
+        *WINDOWED_CASES,
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 3)) for at, case in enumerate(STRETCH_CASES)),
         pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer),
     ],
     ids=str,
@@ -233,7 +251,9 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))
     assert sum(x.size for x in parameters_of(family, tiny).values()) == sum(x.size for x in jax.tree.leaves(parameters))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    stacks = {"kimi_linear": (1, 2)}.get(family, (1,)) if family in BIASED else ()
+    stacks = (
+        {"kimi_linear": (1, 2), "lfm2_moe": (1, 2), "windowed": (0, 1)}.get(family, (1,)) if family in BIASED else ()
+    )
     wanted = [f".stacks[{stack}].blocks[0].feed_forward.router.choice_bias" for stack in stacks]
     if family == "gemma4":  # the number that a layer ends in
         wanted = [f".stacks[{stack}].blocks[0].scale" for stack in range(2)]
