@@ -65,6 +65,7 @@ MORE = (
     "v2",
     "mistral 4 plain",
     "v2 lite, tied",
+    "lfm2 two dense",
 )
 
 
