@@ -1,6 +1,7 @@
 """Reading and writing a Hugging Face config.json: what several families use."""
 
 import itertools
+import math
 import operator
 import reprlib
 import types
@@ -313,6 +314,12 @@ def write_rope(config: Any, extension: Extension) -> dict[str, Any]:
     keys = extension_keys(config, extension)
     used = keys.get("factor", 1) != 1 or "attention_factor" in keys
     return {"rope_type": extension if used else "default", "rope_theta": config.rope_base, **(keys if used else {})}
+
+
+def rotary_share(dims: int, head_dim: int) -> float:
+    """Return the share of a head that `dims` dimensions are; transformers rounds its product with `head_dim` down."""
+    exact = dims / head_dim
+    return exact if int(head_dim * exact) == dims else math.nextafter(exact, 2)
 
 
 def rope_keys(table: Mapping[str, Any]) -> dict[str, Any]:

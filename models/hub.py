@@ -19,7 +19,7 @@ from moezoo.models.config_json import (
     write_rope,
 )
 from moezoo.models.names import Rows
-from moezoo.typed import convert, types_of
+from moezoo.typed import convert, show, types_of
 
 # Our settings by their names, those of sections as `router.NAME`.
 Found = Mapping[str, Any]
@@ -287,6 +287,13 @@ def _replace(config: Any, ours: str, value: Any) -> Any:
     """Return the configuration with another value of one setting, which may be in a section."""
     name, _, rest = ours.partition(".")
     return dataclasses.replace(config, **{name: _replace(getattr(config, name), rest, value) if rest else value})
+
+
+def check_only(config: Any, whose: str, only: Mapping[str, Any]) -> None:
+    """Raise `UserError` where a setting, which may be in a section, has another value than folders of `whose` have."""
+    for name, value in only.items():
+        if (given := operator.attrgetter(name)(config)) != value:
+            raise UserError(f"model.{name}={show(given)}: {whose} in transformers has only {show(value)}")
 
 
 def settings_of(config: type, section: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
 from moezoo.models.config_json import OLDER_ROPE, ConfigJson
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, fixed, required
+from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, check_only, common, fixed, required
 from moezoo.models.kimi_linear import KimiLinearConfig, every_fourth, kinds
 from moezoo.models.names import ATTENTION, LATENT_ATTENTION, MLP, MOE, SPARSE, SPARSE_EXPERTS, SWIGLU, layers, rows
 from moezoo.typed import show
@@ -174,19 +174,10 @@ _KIMI_LINEAR = ModelType(
 
 def _check(c: KimiLinearConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for what no folder has."""
-    r, d = c.router, c.delta
-    for setting, value, only in (
-        ("tied_embeddings", c.tied_embeddings, False),
-        ("router.score", r.score, "sigmoid"),
-        ("router.choice_bias", r.choice_bias, "learned"),
-        ("router.group_score", r.group_score if r.groups > 1 else "sum_of_top2", "sum_of_top2"),
-        ("router.least_sum", r.least_sum, 0.0),
-        ("router.added_to_sum", r.added_to_sum, 1e-20),
-        ("delta.key_heads", d.key_heads, d.value_heads),
-        ("delta.key_dim", d.key_dim, d.value_dim),
-    ):
-        if value != only:
-            raise UserError(f"model.{setting}={show(value)}: Kimi Linear in transformers has only {show(only)}")
+    only = {"tied_embeddings": False, **_FIXED, "router.least_sum": 0.0, "router.added_to_sum": 1e-20}
+    only |= {} if c.router.groups > 1 else {"router.group_score": c.router.group_score}
+    only |= {"delta.key_heads": c.delta.value_heads, "delta.key_dim": c.delta.value_dim}
+    check_only(c, "Kimi Linear", only)
 
 
 HUB = Hub(

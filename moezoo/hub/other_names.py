@@ -86,6 +86,12 @@ NESTED = {
         "boa_token_id eoa_token_id eoa_token_index initializer_range vision_soft_tokens_per_image",
         tied=True,
     ),
+    "qwen3_vl_moe": Outer((BESIDE, INSIDE), ("visual.",), _FOR_IMAGES),
+    "llama4": Outer(
+        (INSIDE,),
+        ("vision_model.", "multi_modal_projector."),
+        "vision_config image_token_index boi_token_index eoi_token_index image_token_id boi_token_id eoi_token_id",
+    ),
     # Layers for multi-token prediction are beside both models.
     "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
 }
@@ -188,7 +194,8 @@ class Form(NamedTuple):
     """Rows in place of those of the same arrays in a family. They hold where a folder has all of these and no other.
 
     `shapes`: the dimensions of each tensor, where they tell this form from a later one with the same names: E experts,
-    d the width of the model, I that of an expert.
+    d the width of the model, I that of an expert. At most one tensor may have the same shape in both: of gate and up
+    d = 2I leaves it open, of down d = I.
     """
 
     by: str

@@ -92,7 +92,7 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4", "gemma4_text")
+    joining = ("gpt_oss", "mistral4", "gemma4_text", "llama4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
     w123 = (*renaming, "lfm2_moe")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
@@ -103,6 +103,8 @@ def _gradients_of_transformers(theirs):
         gradient = parameter.grad.numpy().copy()
         if not gradient.size:  # of a shared MLP of no width
             continue
+        if theirs.config.model_type == "mimo_v2_flash":
+            name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
         if joined:  # on disk too
             found[name] = gradient
         elif name.endswith("experts.gate_up_proj"):

@@ -9,13 +9,27 @@ import jax
 import numpy as np
 import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
-from tiny_models import CONFIGS, ROUTER, SIGMOID, YARN, deepseek_v3, gemma4, gpt_oss, of_type, olmoe, qwen3
+from tiny_models import (
+    CONFIGS,
+    QWEN2,
+    ROUTER,
+    SIGMOID,
+    YARN,
+    deepseek_v3,
+    gemma4,
+    gpt_oss,
+    llama4,
+    mimo,
+    of_type,
+    olmoe,
+    qwen3,
+)
 
 import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
-from moezoo.nn.rotary import Yarn
+from moezoo.nn.rotary import CountScale, Yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 
@@ -79,6 +93,7 @@ def drop(*keys):
     return lambda c: [c.pop(key) for key in keys]
 
 
+_RELEASED = ("hybrid_layer_pattern", "moe_layer_freq", "layernorm_epsilon")
 SPELLINGS = {
     "theta outside rope_parameters": (
         "mixtral",
@@ -135,6 +150,26 @@ SPELLINGS = {
     ),
     "gemma4 heads by layer": ("gemma4", drop("global_head_dim", "num_global_key_value_heads")),
     "gemma4 last layer": ("gemma4", lambda c: c.update(layer_types=["sliding_attention"] * 2)),
+    "mimo as transformers writes it": (
+        "mimo",
+        lambda c: (
+            c.update(sliding_window=c.pop("sliding_window_size") + 1, attention_value_scale=None),
+            [c.pop(key) for key in [*c] if key.startswith(("swa_", "add_")) or key in _RELEASED],
+        ),
+    ),
+    "llama4 as first released": (
+        "llama4",
+        lambda c: (c.update(no_rope_layers=[], no_rope_layer_interval=2, moe_layers=None), c.pop("layer_types")),
+    ),
+    "llama4 other lists": (
+        "llama4 no stretches",
+        lambda c: c.update(
+            attention_chunk_size=3,
+            layer_types=["full_attention", "chunked_attention"],
+            moe_layers=[1, 7],
+            interleave_moe_layer_step=1,
+        ),
+    ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
@@ -151,6 +186,7 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
     lengths = {"mixtral": 131072, "v2": 2048, "v3": 4096, "qwen3": 32768, "olmoe": 4096, "glm plain": 131072}
+    lengths |= {"llama4": 131072, "qwen2": 32768}
     lengths |= {"minimax": 196608, "hy": 131072, "dots": 2048, "ernie": 131072, "gpt_oss": 131072}
     for name, length in lengths.items():
         shutil.copytree(save(name).folder, tmp_path / name)
@@ -205,6 +241,13 @@ LEFT_OUT = {
     "qwen3 yarn length": (
         qwen3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0), max_length=64),
         lambda c: c["rope_parameters"].pop("original_max_position_embeddings"),
+    ),
+    "qwen2 defaults": (
+        of_type("qwen2_moe", **QWEN2, attention_bias="inputs", rope_base=1e4, router=Choice(gates="scores")),
+        drop(
+            *("qkv_bias", "use_sliding_window", "sliding_window", "layer_types", "norm_topk_prob", "rope_parameters"),
+            *("rms_norm_eps", "mlp_only_layers", "decoder_sparse_step"),
+        ),
     ),
     "olmoe defaults": (
         olmoe(rope_base=1e4, clip_qkv=None),
@@ -270,6 +313,21 @@ LEFT_OUT = {
             *("per_layer_config", "num_global_key_value_heads", "hidden_activation"),
         ),
     ),
+    "mimo as released": (
+        mimo(full_layers=None, layers=7, rope_base=1e4, full_rope_base=5e6, rotary_dims=2),
+        drop(
+            *("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "attention_value_scale"),
+            *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_bias"),
+        ),
+    ),
+    "llama4 defaults": (
+        llama4(layers=4, plain_layers=None, stretch=8192, query_scale=CountScale(), rope_base=5e5, kv_heads=2),
+        drop(
+            *("no_rope_layers", "layer_types", "attention_chunk_size", "moe_layers", "interleave_moe_layer_step"),
+            *("attn_temperature_tuning", "attn_scale", "floor_scale", "rope_parameters", "use_qk_norm"),
+            *("rms_norm_eps", "attention_bias", "initializer_range"),
+        ),
+    ),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),
 }
 
@@ -278,3 +336,15 @@ LEFT_OUT = {
 def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
     config, edit = LEFT_OUT[name]
     assert_equal_logits(save, config, edit, tmp_path / "m")
+
+
+def test_stretches_of_packed_documents_begin_with_the_document(save, peer):
+    """As the chunks of transformers do where positions restart, and not where the row does."""
+    name = "llama4 two experts"  # without the factor on queries, which transformers counts from the start of rows
+    model, positions = save(name).model, np.array([[*range(9), *range(7)]] * 2, np.int32)
+    segments = np.array([[1] * 9 + [2] * 7] * 2, np.int32)
+    ids, at = (torch.tensor(x.astype(np.int64)) for x in (TOKENS, positions))
+    with torch.no_grad():
+        wanted = peer(name)(ids, position_ids=at, use_cache=False)  # with a cache nothing is packed
+    found = jax.jit(lambda model: model(TOKENS, segments=segments, positions=positions).logits)(model)
+    np.testing.assert_allclose(found, wanted.logits, rtol=0, atol=1e-4)

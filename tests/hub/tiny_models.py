@@ -19,16 +19,18 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
+    WindowedConfig,
     family_of,
 )
 from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
-from moezoo.nn.rotary import QueryScale, Yarn
+from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
@@ -58,6 +60,9 @@ def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     if model_type == "glm4_moe":
         sizes |= {"load_balance": 0.0001, "load_balance_over": "sequence"}
     return qwen3(**{**sizes, **changes})
+
+
+QWEN2: dict[str, Any] = {"norm_over": "nothing", "shared_mlp": 10}
 
 
 def olmoe(**changes: Any) -> OlmoeConfig:
@@ -111,6 +116,20 @@ def gemma4(**changes: Any) -> Gemma4Config:
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
 
 
+def llama4(**changes: Any) -> Llama4Config:
+    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
+    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
+    return Llama4Config(**{**SMALL, **sizes, **changes})
+
+
+def mimo(**changes: Any) -> WindowedConfig:
+    """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
+    sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
+    sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
+    return WindowedConfig(**{**SMALL, **sizes, **changes})
+
+
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
     """Return a tiny Qwen3.5 whose second layer attends. No two adjacent dimensions of a layer have the same size."""
     sizes: dict[str, Any] = {"delta": DeltaSizes(key_heads, value_heads, 6, 5, taps), "layers": 2}
@@ -132,6 +151,19 @@ CONFIGS = {
     "qwen3 every other": qwen3(layers=4, moe_every=2, mlp_layers=(), router=Choice(gates="scores")),
     "qwen3 window": qwen3(window=5, mlp_layers=(0, 2), yarn=replace(YARN, mscale=0.0, mscale_all=0.0)),
     "qwen3 mscales, tied": qwen3(yarn=replace(YARN, mscale=0.7, mscale_all=1.3), mlp_layers=(), tied_embeddings=True),
+    "qwen2": of_type(
+        "qwen2_moe", **QWEN2, attention_bias="inputs", layers=3, mlp_layers=(1,), router=Choice(gates="scores")
+    ),
+    "qwen2 window, tied": of_type(
+        "qwen2_moe",
+        **QWEN2,
+        window=5,
+        layers=4,
+        moe_every=2,
+        router=Choice(),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=True,
+    ),
     "glm": of_type(
         "glm4_moe",
         router=ROUTER,
@@ -225,6 +257,33 @@ CONFIGS = {
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        query_scale=CountScale(0.0, 4),
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2),
+    "mimo": mimo(),
+    "mimo plain, tied": mimo(
+        layers=2,
+        full_layers=None,
+        full_kv_heads=2,
+        kv_heads=4,
+        value_dim=8,
+        value_scale=1.0,
+        rotary_dims=None,
+        attention_bias="inputs",
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -254,7 +313,9 @@ PLAIN: dict[str, Any] = {
     "next": qwen3_next(),
     "lfm2": lfm2(),
     "gemma4": gemma4(),
-} | {name: CONFIGS[name] for name in ("glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+    "llama4": llama4(),
+    "mimo": mimo(),
+} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

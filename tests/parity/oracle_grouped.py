@@ -93,6 +93,7 @@ class Grouped(Family):
     score_scale: float | None = None  # the factor of scores; None for the usual one
     embedding_factor: float = 1.0
     logit_cap: float | None = None
+    gates_on_inputs: bool = False
 
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
@@ -109,6 +110,7 @@ class Grouped(Family):
                     h,
                     lambda logits, bias=bias: self.choice.route(logits, bias, self.experts_per_token),
                     self.activation,
+                    on_inputs=self.gates_on_inputs,
                 )
                 routing.append(of_layer)
                 if "shared_gate" in p.whole:
@@ -141,12 +143,15 @@ class Grouped(Family):
             shared = head * len(keys) // len(queries)
             scores = self._turned(query, positions) @ self._turned(keys[shared], positions).T
             scores = scores / math.sqrt(query.data.shape[1]) if self.score_scale is None else scores * self.score_scale
-            sink = p("sinks", layer, head) if "sinks" in p.whole else None
-            y = attend(scores, visible, values[shared], sink)
+            y = attend(scores, visible, values[shared], self.sink(p, layer, head))
             if "attention_gate" in p.whole:
                 y = y / (1 + exp(-(x @ p("attention_gate", layer, slice(None), head))))
             result = result + y @ p("out", layer, head)
         return result + p("out_bias", layer) if "out_bias" in p.whole else result
+
+    def sink(self, p: TapedParameters, layer: int, head: int) -> Value | None:
+        """Return a head's sink, or None in a model without sinks."""
+        return p("sinks", layer, head) if "sinks" in p.whole else None
 
     def _turned(self, x: Value, positions: np.ndarray) -> Value:
         """Return a head's queries or keys after the rotation of the first dimensions."""

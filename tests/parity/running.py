@@ -18,8 +18,10 @@ from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_gemma4 import Gemma4, gelu_gated
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
+from oracle_llama4 import Llama4
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
+from oracle_windowed import Windowed
 
 from moezoo.data import Batch
 from moezoo.kernels.attention import chunked
@@ -30,9 +32,11 @@ from moezoo.models import (
     GroupedConfig,
     KimiLinearConfig,
     Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
+    WindowedConfig,
 )
 from moezoo.models.qwen3_5 import kinds
 from moezoo.optim import SGD, Muon, Optimizer
@@ -240,18 +244,23 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         rope = _rope(c.rope_base, c.yarn, interleaved=c.rope_pairs == "interleaved")
         different = {"sparse": sparse, "rope": rope, "window": c.window}
         different |= {"choice": _choice(c.router), "rotary_dims": c.rotary_dims}
-        if c.router.choice_bias == "learned":
-            different |= _bias(c, family, balance)
+        different |= _bias(family, balance) if c.router.choice_bias == "learned" else {}
     elif isinstance(c, Qwen35Config):
         attends = [i for i, (mixer, _) in enumerate(kinds(c)[0]) if mixer == "attention"]
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
+    elif isinstance(c, Llama4Config):
+        choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
+        different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}
+        different["query_scale"] = c.query_scale.beta, c.query_scale.length
+        different["rope"] = Rope(c.rope_base, interleaved=True)
+        return Llama4(**{**common, **different})
     elif isinstance(c, Lfm2MoeConfig):
         assert c.attention_layers is not None
         different = {"choice": _choice(c.router), "attends": c.attention_layers}
         different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
-        return oracle_convolution.Lfm2(**{**common, **different, **_bias(c, family, balance)})
+        return oracle_convolution.Lfm2(**{**common, **different, **_bias(family, balance)})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
@@ -262,12 +271,17 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different |= {"embedding_factor": c.embed**0.5, "logit_cap": c.logit_cap, "scales": _scales(family, balance)}
         full = Rope(c.full_rope_base, share=c.full_rope_share)
         return Gemma4(**{**common, **different}, full_rope=full)
+    elif isinstance(c, WindowedConfig):
+        different = {"window": c.window, "full": (0,), "choice": _choice(c.router), "rotary_dims": c.rotary_dims}
+        different |= {"value_scale": c.value_scale, "full_rope": Rope(c.full_rope_base), **_bias(family, balance)}
+        return Windowed(**{**common, **different})
     return Grouped(**{**common, **different})
 
 
-def _bias(c: GroupedConfig | Lfm2MoeConfig, family: Family, balance: Balance) -> dict[str, Any]:
+def _bias(family: Family, balance: Balance) -> dict[str, Any]:
     bias = oracle_deepseek.bias_of(model(family, balance))
     assert bias is not None
+    c: Any = config(family, balance)
     return {"bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
 
 

@@ -136,12 +136,16 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     import torch
 
     records: dict[str, ModuleRecord] = {}
+    # That of Llama 4 for images has its text model with its head, and in transformers 5.24 does not run without images.
+    model = model if hasattr(model, "model") else model.language_model
 
     def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
         first = positional[0] if positional else named.get("hidden_states")
         before, after = None if first is None else _array(first), _output(output)
         if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
             before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
+        if name.endswith(".experts") and len(after) > tokens.size:  # rows of Llama 4, for each expert and token
+            after = after.reshape(-1, tokens.size, after.shape[-1]).sum(0)
         records[name] = ModuleRecord(before, after)
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
