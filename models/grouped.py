@@ -17,6 +17,7 @@ B batch, S sequence, d `embed`. A token chooses the best K = `experts_per_token`
 |---|---|---|---|---|---|
 | `qwen3_moe` (Yang et al., 2025, arXiv:2505.09388) | each head | all | none or all | softmax | none |
 | `glm4_moe` (GLM-4.5 Team, 2025, arXiv:2508.06471) | each head or none | a share | none or inputs | sigmoid | yes |
+| `sarvam_moe` (Sarvam AI, 2026) | each head or none | all | none | sigmoid | yes |
 | `minimax_m2` (MiniMax, 2025) | whole projection | a share | none | sigmoid | none |
 | `hy_v3` (Tencent, 2026, Hunyuan 3) | each head | all | none or all | sigmoid | yes |
 | `dots1` (rednote-hilab, 2025, arXiv:2506.05767) | each head | all | none or all | sigmoid | yes |
@@ -63,7 +64,9 @@ class GroupedConfig(GroupedAttentionConfig):
     `moezoo.models.config` describes the others.
     """
 
-    model_type: Literal["qwen3_moe", "glm4_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"] = "qwen3_moe"
+    model_type: Literal["qwen3_moe", "glm4_moe", "sarvam_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"] = (
+        "qwen3_moe"
+    )
     mlp: Size = 512
     shared_experts: Count = 0
     moe_every: Size = 1

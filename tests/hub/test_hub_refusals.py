@@ -131,6 +131,17 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     mimo => {"rope_scaling": {"type": "linear"}} => rope_scaling= ... another version
     mimo => {"layernorm_epsilon": 0.1} => rms_norm_eps=1e-05 and layernorm_epsilon=0.1 are one setting ... delete
     mimo => {"num_key_value_heads": 4} => swa_num_key_value_heads=2 ... only 8
+    exaone => {"layer_types": null, "sliding_window_pattern": "LLG"} => sliding_window_pattern=LLG: expected a whole
+    exaone => {"sliding_window": null} => sliding_window=null
+    exaone => {"mlp_layer_types": ["dense"]} => mlp_layer_types names 1 layers, but num_hidden_layers=3
+    exaone => {"num_shared_experts": 0} => num_shared_experts=0 ... at least 1
+    exaone => {"rope_parameters": {YARN}} => rope_type=yarn ... only default
+    exaone => {"attention_bias": true} => attention_bias=true ... only false
+    afmoe => {"attention_bias": true} => attention_bias=true ... only false
+    afmoe => {"n_group": 2} => n_group=2 ... only 1
+    afmoe => {"route_norm": false} => route_norm=false ... only true
+    afmoe => {"num_dense_layers": 3} => num_dense_layers=[0, 1, 2] leaves no layer of num_hidden_layers=3 with experts
+    sarvam => {"use_qkv_bias": true} => use_qkv_bias=true ... only false
     gpt_oss => {"experts_per_token": 3} => experts_per_token=3 ... only 2
     glm => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
     glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1

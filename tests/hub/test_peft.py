@@ -59,6 +59,8 @@ READ = {
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
     "gemma4": ("attention", "shared", "*.router.weight"),
+    "mimo": ("attention", "mlp"),
+    "exaone": ("attention", "experts"),
 }
 
 
@@ -144,6 +146,9 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("qwen3.5", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
+        ("mimo", ("experts",), "not found in the base model"),
+        ("sarvam", ("attention",), "not found in the base model"),
+        ("afmoe", ("attention",), "Cannot convert"),
     ],
 )
 def test_what_peft_does_not_read(save, name, targets, outcome, tmp_path):
