@@ -13,6 +13,10 @@ from moezoo.models import (
     grouped_hub,
     kimi_linear,
     kimi_linear_hub,
+    lfm2_moe,
+    lfm2_moe_hub,
+    llama4,
+    llama4_hub,
     mixtral,
     olmoe,
     qwen3_5,
@@ -28,6 +32,8 @@ from moezoo.models.gemma4 import Gemma4Config
 from moezoo.models.gpt_oss import GptOssConfig
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.kimi_linear import KimiLinearConfig
+from moezoo.models.lfm2_moe import Lfm2MoeConfig
+from moezoo.models.llama4 import Llama4Config
 from moezoo.models.mixtral import MixtralConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
@@ -35,17 +41,18 @@ from moezoo.models.windowed import WindowedConfig
 from moezoo.parallel.execution import StoredDType, check_dtype
 
 DeepSeek = Family("deepseek", DeepSeekConfig, deepseek.kinds, deepseek.make_block, deepseek_hub.HUB)
+Llama4 = Family("llama4", Llama4Config, llama4.kinds, llama4.make_block, llama4_hub.HUB)
 Mixtral = Family("mixtral", MixtralConfig, alike, mixtral.make_block, mixtral.HUB, mixtral.DENSE_HUB)
 Olmoe = Family("olmoe", OlmoeConfig, alike, olmoe.make_block, olmoe.HUB)
 Grouped = Family("grouped", GroupedConfig, grouped.kinds, grouped.make_block, grouped_hub.HUB, grouped_hub.DENSE_HUB)
 GptOss = Family("gpt_oss", GptOssConfig, gpt_oss.kinds, gpt_oss.make_block, gpt_oss.HUB)
 KimiLinear = Family("kimi_linear", KimiLinearConfig, kimi_linear.kinds, kimi_linear.make_block, kimi_linear_hub.HUB)
 Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen3_5_hub.HUB)
+Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block, lfm2_moe_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
 Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
-FAMILIES = {
-    family.name: family for family in (DeepSeek, Mixtral, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Gemma4, Windowed)
-}
+_FAMILIES = (DeepSeek, Mixtral, Llama4, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4, Windowed)
+FAMILIES = {family.name: family for family in _FAMILIES}
 
 
 def families() -> list[Family]:

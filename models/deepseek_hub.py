@@ -241,8 +241,10 @@ def _type_of(c: DeepSeekConfig) -> str:
 
 
 def _check(c: DeepSeekConfig, mapping: Mapping[str, Any]) -> None:
-    if c.router.least_sum:
-        raise UserError(f"model.router.least_sum={c.router.least_sum}: DeepSeek's routers in transformers have only 0")
+    for setting, only in (("least_sum", 0), ("added_to_sum", 1e-20)):
+        value = getattr(c.router, setting)
+        if value != only:
+            raise UserError(f"model.router.{setting}={value}: DeepSeek's routers in transformers have only {only}")
 
 
 # Tensors that only layers for multi-token prediction have (DeepSeek-V3, section 2.2).

@@ -174,7 +174,7 @@ _KIMI_LINEAR = ModelType(
 
 def _check(c: KimiLinearConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for what no folder has."""
-    only = {"tied_embeddings": False, **_FIXED, "router.least_sum": 0.0}
+    only = {"tied_embeddings": False, **_FIXED, "router.least_sum": 0.0, "router.added_to_sum": 1e-20}
     only |= {} if c.router.groups > 1 else {"router.group_score": c.router.group_score}
     only |= {"delta.key_heads": c.delta.value_heads, "delta.key_dim": c.delta.value_dim}
     check_only(c, "Kimi Linear", only)

@@ -74,8 +74,8 @@ def _check(c: OlmoeConfig, mapping: Mapping[str, Any]) -> None:
     if router != Choice(gates=router.gates, bias_rate=router.bias_rate, group_score=router.group_score):
         raise UserError(
             f"model.router has score={router.score}, groups={router.groups}, scale={router.scale}, "
-            f"choice_bias={router.choice_bias}, least_sum={router.least_sum}; olmoe in transformers has only softmax, "
-            "1, 1.0, none and 0"
+            f"choice_bias={router.choice_bias}, least_sum={router.least_sum}, added_to_sum={router.added_to_sum}; "
+            "olmoe in transformers has only softmax, 1, 1.0, none, 0 and 1e-20"
         )
 
 

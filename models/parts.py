@@ -9,7 +9,7 @@ from jaxtyping import Array
 from moezoo.models.block import Block
 from moezoo.models.config import GroupedAttentionConfig, ModelConfig
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import BranchNorms, MoE
+from moezoo.moe.mixture import BranchNorms, GatesOn, MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.base import FeedForward, Mixer
@@ -59,6 +59,7 @@ def mixture(
     bias: Literal["none", "trained"] = "none",
     scales: Literal["none", "trained"] = "none",
     activation: Activation = SWIGLU,
+    gates_on: GatesOn = "results",
     **options: Any,
 ) -> MoE:
     """Return a mixture of experts.
@@ -74,6 +75,7 @@ def mixture(
         bias: Whether the router has a bias.
         scales: Whether the router scales its input and gates by trained numbers.
         activation: That of experts and of the shared MLP.
+        gates_on: What gates multiply.
         options: Those of `Experts` that differ by family.
     """
     sizes = (c.embed, c.experts, c.experts_per_token)
@@ -81,4 +83,4 @@ def mixture(
     options = {"activation": activation, "out_std": out_std(c), **options}
     experts = Experts(c.experts, c.embed, c.expert_mlp, dtype=dtype, key=keys[1], **options)
     beside = mlp(c, dtype, keys[2], shared, shared_gated, activation) if shared else None
-    return MoE(router, experts, beside, norms)
+    return MoE(router, experts, beside, norms, gates_on)

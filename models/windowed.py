@@ -153,13 +153,11 @@ def make_block(kind: Kind, c: WindowedConfig, dtype: jnp.dtype, key: Array) -> B
     base = c.rope_base if sight == "window" else c.full_rope_base
     rotary = None if base is None else Rotary(c.rotary_dims or c.head_dim, base)
     before, after, before_next, after_next = (norm(c, dtype) for _ in range(4))
-    after_both = {"after_attention_norm": after, "after_feed_forward_norm": after_next}
-    return Block(
-        before,
-        grouped_attention(c, dtype, first, rotary=rotary, **options),
-        before_next,
-        mlp(c, dtype, others[0], c.mlp)
-        if feed_forward == "mlp"
-        else mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp),
-        **after_both if c.norms == "around" else {},
-    )
+    if c.norms == "before":
+        after = after_next = None
+    attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
+    if feed_forward == "mlp":
+        part = mlp(c, dtype, others[0], c.mlp)
+    else:
+        part = mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp)
+    return Block(before, attention, before_next, part, after_attention_norm=after, after_feed_forward_norm=after_next)

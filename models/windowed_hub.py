@@ -344,7 +344,7 @@ _AFMOE_ROWS = change(
 
 def _check(c: WindowedConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for what no folder has."""
-    only: dict[str, Any] = {**_FIXED[c.model_type], "router.least_sum": 0.0}
+    only: dict[str, Any] = {**_FIXED[c.model_type], "router.least_sum": 0.0, "router.added_to_sum": 1e-20}
     only |= {} if c.router.groups > 1 else {"router.group_score": c.router.group_score}
     if c.model_type == "mimo_v2_flash":
         only |= {"kv_heads": 2 * c.full_kv_heads} | ({} if c.attention_bias == "none" else {"attention_bias": "inputs"})

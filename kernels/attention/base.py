@@ -9,6 +9,8 @@ from jaxtyping import Array, Bool, Float
 
 from moezoo.parallel.context_parallel import Coordinates as Coordinates
 from moezoo.parallel.context_parallel import Interval as Interval
+from moezoo.parallel.context_parallel import Reach as Reach
+from moezoo.parallel.context_parallel import first_seen
 from moezoo.parallel.kernels import RunsOn, Target, anywhere, lacks
 
 # The log-sum-exp of a query that sees no key: finite, so that no gradient is NaN.
@@ -29,8 +31,8 @@ Scale = float | Float[Array, ""]
 class Operands(eqx.Module):
     """What attention reads: queries, and the keys and values of which each query sees some.
 
-    A query sees a key of its own document (equal segments) at its own position or up to `window` - 1 positions before.
-    The order of tokens in the arrays means nothing.
+    A query sees a key of its own document (equal segments) at its own position or up to `window` - 1 positions before,
+    or as far back as its stretch begins. The order of tokens in the arrays means nothing.
 
     Attributes:
         q: The queries, in the dtype that layers compute in; `group` query heads share a key head.
@@ -39,8 +41,8 @@ class Operands(eqx.Module):
         v: The values, in the dtype of `q` and as finite as keys; `value_dim` may differ from `head_dim`.
         queries: The coordinates of queries, int32 [batch, queries] each.
         keys: The coordinates of keys, int32 [batch, keys] each.
-        window: The number of positions that a query sees, its own included; None for all up to its own. A part of the
-            tree's structure, not a leaf.
+        window: The number of positions that a query sees, its own included; `Stretches`; None for all up to its own. A
+            part of the tree's structure, not a leaf.
         seen: The keys that each query sees, if keys are sorted by segment, then position; they follow from the
             coordinates and the window (`moezoo.kernels.attention.intervals`). None if nothing is known of their order.
     """
@@ -50,7 +52,7 @@ class Operands(eqx.Module):
     v: Values
     queries: Coordinates
     keys: Coordinates
-    window: int | None = eqx.field(static=True)
+    window: Reach = eqx.field(static=True)
     seen: Interval | None = None
 
 
@@ -137,8 +139,8 @@ class Backend(NamedTuple):
         return lacks(self, target, dtype) is None and (is_sorted or not self.sorted_keys) and fits
 
 
-def sees(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "*batch queries keys"]:
+def sees(queries: Coordinates, keys: Coordinates, window: Reach) -> Bool[Array, "*batch queries keys"]:
     """Return which queries see which keys."""
     at, key_at = queries.position[..., :, None], keys.position[..., None, :]
     seen = (queries.segment[..., :, None] == keys.segment[..., None, :]) & (key_at <= at)
-    return seen if window is None else seen & (key_at > at - window)
+    return seen if window is None else seen & (key_at >= first_seen(at, window))

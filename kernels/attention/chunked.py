@@ -31,6 +31,7 @@ from moezoo.kernels.attention.base import (
     Coordinates,
     Interval,
     Operands,
+    Reach,
     Results,
     Scale,
     Softmax,
@@ -38,6 +39,7 @@ from moezoo.kernels.attention.base import (
 )
 from moezoo.kernels.calls import traced_once
 from moezoo.parallel.collectives import ATTENTION, vary_like
+from moezoo.parallel.context_parallel import first_seen, most_seen
 
 # The most tokens per block on a CPU: for up to `_SHORT` tokens, and for more.
 BLOCKS = (64, 128)
@@ -98,10 +100,11 @@ def attend(operands: Operands, scale: Scale, blocks: Blocks | None = None) -> At
     return _attend(blocks or _of(operands), operands)
 
 
-def on_cpu(queries: Coordinates, keys: Coordinates, kv_heads: int, group: int, window: int | None) -> Blocks:
+def on_cpu(queries: Coordinates, keys: Coordinates, kv_heads: int, group: int, window: Reach) -> Blocks:
     """Return the blocks of a CPU, for `group` query heads of each key head."""
     # Wide blocks hold more pairs of tokens that do not see each other, most of all where windows are shorter.
-    wide = group > 1 and kv_heads * group <= _FEW_HEADS and (window is None or window >= _WIDE)
+    most = most_seen(window)
+    wide = group > 1 and kv_heads * group <= _FEW_HEADS and (most is None or most >= _WIDE)
     lengths = (x.position.shape[1] for x in (queries, keys))
     return Blocks(*(_WIDE if wide and n > _LONG else BLOCKS[n > _SHORT] for n in lengths))
 
@@ -245,7 +248,7 @@ def _join_rows(tree: PyTree) -> PyTree:
 
 
 def count_pairs(
-    queries: Coordinates, keys: Coordinates, window: int | None, blocks: Blocks | None = None
+    queries: Coordinates, keys: Coordinates, window: Reach, blocks: Blocks | None = None
 ) -> tuple[int, int, int]:
     """Return how many pairs of blocks are visited in all rows, and the tokens of a block of queries and of keys.
 
@@ -295,17 +298,17 @@ def _cut_numbers(x: Int[Array, "batch tokens"], most: int, **padding: Any) -> In
     return x.reshape(x.shape[0], blocks, -1)
 
 
-def _visible(queries: Coordinates, keys: Coordinates, window: int | None) -> Bool[Array, "batch queries keys"]:
+def _visible(queries: Coordinates, keys: Coordinates, window: Reach) -> Bool[Array, "batch queries keys"]:
     """Return which blocks of queries must visit which blocks of keys; coordinates are [batch, blocks, tokens].
 
-    Tokens are ordered by segment, then position, and a query sees keys from the first of its window up to itself. If
-    both are in that order, as packed documents are, exactly the pairs with something visible are visited. In any other
-    order pairs without are visited too, which changes no result.
+    Tokens are ordered by segment, then position, and a query sees keys from the first of its window or stretch up to
+    itself. If both are in that order, as packed documents are, exactly the pairs with something visible are visited. In
+    any other order pairs without are visited too, which changes no result.
     """
     first, last = (jax.tree.map(lambda x: x[:, :, None], coordinates) for coordinates in _bounds(queries))
     first_key, last_key = (jax.tree.map(lambda x: x[:, None], coordinates) for coordinates in _bounds(keys))
-    oldest = jnp.full_like(first.position, -_LAST) if window is None else first.position - (window - 1)
-    return _up_to(first_key, last) & _up_to(Coordinates(oldest, first.segment), last_key)
+    oldest = Coordinates(first_seen(first.position, window), first.segment)
+    return _up_to(first_key, last) & _up_to(oldest, last_key)
 
 
 def _bounds(coordinates: Coordinates) -> tuple[Coordinates, Coordinates]:
@@ -326,7 +329,7 @@ def _visit_all(x: _Step, visit: Callable[[Int[Array, ""], Any], Any], carry: Any
     return lax.fori_loop(jnp.zeros_like(x.count), x.count, lambda i, carry: visit(_take(x.order, i), carry), carry)
 
 
-def _score(q: Block, k: Block, queries: Any, keys: Any, window: int | None) -> tuple[Array, Array]:
+def _score(q: Block, k: Block, queries: Any, keys: Any, window: Reach) -> tuple[Array, Array]:
     """Return the scores of a pair of blocks, `NOTHING` for unseen keys, and which are seen; [kv_heads, rows, keys]."""
     scores = _dot(q, k, 2, 2)
     if isinstance(queries, Interval):

@@ -1,8 +1,8 @@
 """Which keys a query sees, as one interval of keys, where these are sorted.
 
 In keys sorted by segment, then position, those that a query sees follow each other: the keys of its document from the
-first of its window up to itself. So two numbers per query replace a mask, whatever the order of the queries, and one
-search per number finds them, once for all heads and layers with the same window.
+first of its window or stretch up to itself. So two numbers per query replace a mask, whatever the order of the queries,
+and one search per number finds them, once for all heads and layers with the same window.
 """
 
 from typing import NamedTuple
@@ -13,25 +13,25 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moezoo.parallel.collectives import vary_like
-from moezoo.parallel.context_parallel import Coordinates, Interval
+from moezoo.parallel.context_parallel import Coordinates, Interval, Reach, first_seen
 
 Bounds = Int[Array, "batch queries"]
 _LAST = jnp.iinfo(jnp.int32).max
 
 
-def intervals(queries: Coordinates, keys: Coordinates, window: int | None) -> Interval:
+def intervals(queries: Coordinates, keys: Coordinates, window: Reach) -> Interval:
     """Return the interval of keys that each query sees, as `moezoo.kernels.attention.base.sees` defines it.
 
     Args:
         queries: Their coordinates, in any order.
         keys: Their coordinates. Those of each row are sorted by segment, then position; padding, segment 0, is first or
             last.
-        window: The positions that a query sees, its own included; None for all.
+        window: How far back a query sees.
     """
     # Where padding is first, the first key says so; elsewhere its number is one after the last segment.
     is_first = keys.segment[:, :1] == 0
     order = lambda segment: jnp.where((segment == 0) & ~is_first, _LAST, segment)  # noqa: E731
-    oldest = jnp.full_like(queries.position, -_LAST) if window is None else queries.position - (window - 1)
+    oldest = first_seen(queries.position, window)
     keys, of_queries = Coordinates(keys.position, order(keys.segment)), order(queries.segment)
     first = _count_before(keys, Coordinates(oldest, of_queries))
     return Interval(first, _count_before(keys, Coordinates(queries.position + 1, of_queries)))

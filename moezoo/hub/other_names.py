@@ -86,6 +86,11 @@ NESTED = {
         "boa_token_id eoa_token_id eoa_token_index initializer_range vision_soft_tokens_per_image",
         tied=True,
     ),
+    "llama4": Outer(
+        (INSIDE,),
+        ("vision_model.", "multi_modal_projector."),
+        "vision_config image_token_index boi_token_index eoi_token_index image_token_id boi_token_id eoi_token_id",
+    ),
     # Layers for multi-token prediction are beside both models.
     "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
 }

@@ -1,12 +1,14 @@
 """The mixture of experts: route, dispatch, run the experts, combine.
 
-Naive equivalent for each token x: y = sum_k gate_k * expert_k(x) + shared(x), over the K experts that the router chose.
+Naive equivalent for each token x: y = sum_k gate_k * expert_k(x) + shared(x), over the K experts that the router chose,
+or with gates on inputs y = sum_k expert_k(gate_k * x) + shared(x).
 
 Tokens run through their experts in chunks: devices compute one chunk while the rows of the next travel.
 """
 
 import itertools
 from collections.abc import Callable
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -114,6 +116,10 @@ def _wait(rows: Array, awaited: list[Array]) -> Array:
 _wait.defvjp(lambda rows, awaited: (_wait(rows, awaited), None), lambda _, cotangent: (cotangent, None))
 
 
+# What gates multiply.
+GatesOn = Literal["results", "inputs"]
+
+
 class BranchNorms(eqx.Module):
     """Norms before and after the experts and the shared MLP of a mixture that reads the residual stream as it is."""
 
@@ -123,18 +129,34 @@ class BranchNorms(eqx.Module):
     after_shared: RMSNorm
 
 
+def _gated(
+    tokens: Float[Array, "tokens embed"], assignment: Assignment
+) -> tuple[Float[Array, "copies embed"], Assignment]:
+    """Return a copy of each token for each of its experts, times the gate, and the assignment of copies, with gates 1.
+
+    Experts are not linear, so a gate on what they read is no gate on their results. A token of one expert, as in all
+    released models, is its only copy.
+    """
+    expert_ids, gates = assignment
+    copies = tokens[:, None] * vary_like(gates, tokens)[..., None].astype(tokens.dtype)
+    ones = jnp.ones_like(gates)
+    return rearrange(copies, "t k d -> (t k) d"), Assignment(expert_ids.reshape(-1, 1), ones.reshape(-1, 1))
+
+
 class MoE(FeedForward):
     """A router, its experts, and an optional shared MLP that runs on every token.
 
     The execution chooses how tokens reach the experts (`Execution.dispatch`). With `norms` the shared MLP is there too,
     and y = after_experts(sum_k gate_k * expert_k(before_experts(x))) + after_shared(shared(before_shared(x))), routed
-    by x itself.
+    by x itself. `gates_on` says what gates multiply: the experts' results, or what the experts read (Llama 4; Meta,
+    2025).
     """
 
     router: Router
     experts: Experts
     shared: MLP | None = None
     norms: BranchNorms | None = None
+    gates_on: GatesOn = eqx.field(static=True, default="results")
 
     @property
     def is_whole(self) -> bool:
@@ -161,12 +183,16 @@ class MoE(FeedForward):
         else:
             x, beside = inner.enter(norms.before_experts(x)), inner.enter(norms.before_shared(x))
         tokens = rearrange(x, "b s d -> (b s) d")
+        if self.gates_on == "inputs":
+            tokens, assignment = _gated(tokens, assignment)
 
         def run_shared() -> Array | None:
             with jax.named_scope("shared"):
                 return None if self.shared is None else self.shared(beside, context, execution).y
 
         rows, dropped, shared = run_experts(self.experts, tokens, assignment, group, execution, run_shared)
+        if len(rows) > x.shape[0] * x.shape[1]:
+            rows = rearrange(rows, "(t k) d -> t k d", k=self.router.k).sum(1)
         routed = rearrange(rows, "(b s) d -> b s d", b=x.shape[0])
         # Devices of the inner group drop equally many, but strategies mix counts with what varies over it.
         dropped = vary(inner.largest(dropped), sorted(varying_axes(tokens) - set(inner.axes)))

@@ -33,8 +33,9 @@ class Choice:
     """How a router chooses the experts of a token and computes their gates.
 
     With scores s (float32) and choice bias b, a token goes to the K experts with the largest s + b among the kept
-    groups. Its gates are scale * s, or scale * s / max(sum(s), least_sum), with the sum over the chosen experts. The
-    defaults are Mixtral's (Jiang et al., 2024, section 2.1).
+    groups. Its gates are scale * s, or scale * s / (sum(s) + added_to_sum), with the sum over the chosen experts; with
+    `least_sum` they are scale * s / max(sum(s), least_sum). The defaults are Mixtral's (Jiang et al., 2024, section
+    2.1).
 
     Args:
         score: `softmax` over all experts, or `sigmoid` of each expert alone.
@@ -47,6 +48,7 @@ class Choice:
         choice_bias: `learned` adds a bias to the scores for the choice only (Wang et al., 2024, arXiv:2408.15664).
         bias_rate: How far a training step moves the choice bias.
         least_sum: Renormalised gates divide by at least this, so they sum to less where the scores do.
+        added_to_sum: What is added to the sum that renormalised gates divide by, without `least_sum`.
 
     Raises:
         UserError: A value has a wrong type, a number is out of its range, or `kept_groups` exceeds `groups`.
@@ -61,6 +63,7 @@ class Choice:
     choice_bias: Literal["none", "learned"] = "none"
     bias_rate: Annotated[NotNegative, MayChange(0.0, without_effect=("choice_bias", "none"))] = 0.001
     least_sum: NotNegative = 0.0
+    added_to_sum: Positive = 1e-20
 
     def __post_init__(self):
         check_fields("model.router", self)
@@ -156,7 +159,7 @@ class Router(eqx.Module):
         gates = jnp.where(is_chosen, scores[..., None, :], 0).sum(-1)
         if c.gates == "renormalised":
             total = gates.sum(-1, keepdims=True)
-            gates = gates / (jnp.maximum(total, c.least_sum) if c.least_sum else total + 1e-20)
+            gates = gates / (jnp.maximum(total, c.least_sum) if c.least_sum else total + c.added_to_sum)
         gates = gates * c.scale
         if self.expert_scale is not None:
             scales = self.expert_scale.astype(jnp.float32)[None, None, None]

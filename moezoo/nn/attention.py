@@ -1,4 +1,4 @@
-"""Causal attention over packed documents, with grouped key-value heads and an optional window.
+"""Causal attention over packed documents, with grouped key-value heads, and perhaps a window or stretches.
 
 Shapes: x [B, S, d]; q [B, S, kv_heads, group, head_dim] with group = heads / kv_heads; k [B, S, kv_heads, head_dim]; v
 [B, S, kv_heads, value_dim], where value_dim is head_dim in nearly all families.
@@ -20,10 +20,18 @@ from moezoo.nn.context_parallel import attend_whole, context_parallel
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm, normalise
 from moezoo.nn.positions import Context
-from moezoo.nn.rotary import Rotary, Turn
+from moezoo.nn.rotary import NO_QUERY_SCALE, QueryScale, Rotary, Turn
 from moezoo.parallel.axes import Bias, Weight
 from moezoo.parallel.collectives import InnerGroup
-from moezoo.parallel.context_parallel import BothCoordinates, Interval, Scoring, SplitOperands
+from moezoo.parallel.context_parallel import (
+    BothCoordinates,
+    Interval,
+    Reach,
+    Scoring,
+    SplitOperands,
+    mean_seen,
+    most_seen,
+)
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.stored import Stored
 
@@ -63,7 +71,10 @@ class Attention(Mixer):
     | `value_epsilon` | that of a norm of each head's values, without a scale; None for no norm |
     | `value_scale` | the factor of values (MiMo-V2-Flash; Xiaomi, 2025) |
     | `scale` | the factor of scores; None for `head_dim` ** -0.5 |
-    | `window` | the tokens that a query sees, itself included |
+    | `rotary` | None for queries and keys that know no positions |
+    | `turned_epsilon` | that of a norm of each head's rotated queries and keys, without a scale; None for no norm |
+    | `query_scale` | a factor on queries that grows with their position |
+    | `window` | the tokens that a query sees, itself included; or `Stretches` of which it sees its own |
     | `gate` | a projection whose sigmoid is a factor of each head's result (Qiu et al., 2025, arXiv:2505.06708) |
     """
 
@@ -84,7 +95,9 @@ class Attention(Mixer):
     rotary: Rotary | None = eqx.field(static=True)
     norm_over: NormOver = eqx.field(static=True)
     clip: float | None = eqx.field(static=True)
-    window: int | None = eqx.field(static=True)
+    window: Reach = eqx.field(static=True)
+    turned_epsilon: float | None = eqx.field(static=True)
+    query_scale: QueryScale = eqx.field(static=True)
     value_epsilon: float | None = eqx.field(static=True)
     value_scale: float = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
@@ -103,13 +116,15 @@ class Attention(Mixer):
         norm_around_one: bool = False,
         norm_cast_last: bool = False,
         norm_values: bool = False,
+        norm_turned: bool = False,
+        query_scale: QueryScale = NO_QUERY_SCALE,
         values_from: ValuesFrom = "own",
         value_scale: float = 1.0,
         scale: float | None = None,
         biases: Biases = "none",
         sinks: bool = False,
         clip: float | None = None,
-        window: int | None = None,
+        window: Reach = None,
         gated: bool = False,
         out_std: float,
         dtype: jnp.dtype,
@@ -144,6 +159,7 @@ class Attention(Mixer):
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
         self.value_epsilon, self.value_scale = norm_eps if norm_values else None, value_scale
         self.scale = scale
+        self.turned_epsilon, self.query_scale = norm_eps if norm_turned else None, query_scale
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
@@ -160,7 +176,7 @@ class Attention(Mixer):
         if self.value_scale != 1:
             v = (v.astype(jnp.float32) * self.value_scale).astype(v.dtype)  # the product is rounded, not the factor
         kept: PyTree = KeyValue(k, v)
-        q = rearrange(q, "b s (k g) h -> b s k g h", k=k.shape[2])
+        q = rearrange(self.query_scale(q, context), "b s (k g) h -> b s k g h", k=k.shape[2])
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         sinks = None if self.sinks is None else rearrange(self.sinks, "(k g) -> k g", k=k.shape[2])
         scoring = Scoring(scale, self.window, sinks, execution.kernel("attention"))
@@ -184,9 +200,12 @@ class Attention(Mixer):
         return turn, context.seen(self.window)
 
     def state(self, length: int) -> Slots:
-        """Declare a key and a value per token, with a window those of its tokens."""
-        slots = length if self.window is None else min(length, self.window)
-        return Slots.declare(slots, KeyValue(**self.shared_sizes()))
+        """Declare a key and a value per token, with a window or stretches those of as many tokens as one has."""
+        return Slots.declare(min(length, most_seen(self.window) or length), KeyValue(**self.shared_sizes()))
+
+    def mean_seen(self, length: int) -> float:
+        """Return the mean number of keys that queries of a document of `length` tokens see."""
+        return mean_seen(self.window, length)
 
     @property
     def head_sizes(self) -> tuple[int, int]:
@@ -198,14 +217,18 @@ class Attention(Mixer):
         sizes = zip(KeyValue._fields, self.head_sizes, strict=True)
         return {name: {"kv_heads": self.key.shape[-2], "head_dim": size} for name, size in sizes}
 
-    def _turned(self, x: Array, turn: Turn | None) -> Float[Array, "batch seq some_heads head_dim"]:
-        return x if self.rotary is None or turn is None else self.rotary(x, turn)
-
     def _project(
         self, x: Array, weight: Array | Stored, bias: Array | None
     ) -> Float[Array, "batch seq some_heads head_dim"]:
         y = project(x, weight)
         return y if bias is None else y + bias[None, None]
+
+    def _turned(
+        self, x: Float[Array, "batch seq some_heads head_dim"], turn: Turn | None
+    ) -> Float[Array, "batch seq some_heads head_dim"]:
+        """Return queries or keys after their rotation, and its norm."""
+        x = x if self.rotary is None or turn is None else self.rotary(x, turn)
+        return x if self.turned_epsilon is None else normalise(x, self.turned_epsilon)
 
     def _normed(
         self, y: Float[Array, "batch seq some_heads head_dim"], norm: Callable[..., Array] | None, group: InnerGroup

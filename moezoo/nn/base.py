@@ -98,6 +98,10 @@ class Mixer(eqx.Module):
         """
         return 0, 0
 
+    def mean_seen(self, length: int) -> float:
+        """Return the mean number of keys that queries of a document of `length` tokens see, if queries meet keys."""
+        return (length + 1) / 2
+
     def shared_sizes(self) -> Mapping[str, Mapping[str, int]]:
         """Return what each token makes for the others of its document: name -> sizes of its dimensions by logical axis.
 

@@ -6,7 +6,7 @@ from jaxtyping import PyTree
 
 from moezoo.kernels.attention.intervals import intervals
 from moezoo.nn.context_parallel import context_parallel
-from moezoo.parallel.context_parallel import BothCoordinates, Chunks, Coordinates, Interval, in_order
+from moezoo.parallel.context_parallel import BothCoordinates, Chunks, Coordinates, Interval, Reach, in_order
 from moezoo.parallel.dropout import Dropout
 from moezoo.parallel.mesh_execution import MeshExecution
 from moezoo.parallel.sequence_order import SequenceOrder, balanced_chunks
@@ -31,7 +31,7 @@ class Context(eqx.Module):
         """The coordinates of queries and keys."""
         return BothCoordinates(self.queries, self.keys)
 
-    def seen(self, window: int | None) -> Interval | None:
+    def seen(self, window: Reach) -> Interval | None:
         """Return the keys that each query sees, of all keys in sorted order; None if nothing is known of the order."""
         if self.chunks is None:
             return None

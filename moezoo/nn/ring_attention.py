@@ -35,8 +35,10 @@ from moezoo.parallel.context_parallel import (
     Coordinates,
     Expand,
     Interval,
+    Reach,
     SequenceGroup,
     SplitOperands,
+    most_seen,
 )
 from moezoo.parallel.kernels import KernelOrder
 
@@ -61,7 +63,7 @@ class _Options(NamedTuple):
 
     expand: Expand
     group: SequenceGroup
-    window: int | None
+    window: Reach
     order: KernelOrder
     chunks: Chunks
 
@@ -180,14 +182,14 @@ def _of_device(before: Array, device: Any, tokens: int, options: _Options) -> Ar
     return sum((jnp.clip(before - mine[i] * length, 0, length) for i in range(each)), start=jnp.zeros_like(before))
 
 
-def _count_hops(group: SequenceGroup, tokens: int, window: int | None) -> int:
+def _count_hops(group: SequenceGroup, tokens: int, window: Reach) -> int:
     """Return the number of hops, for `tokens` tokens of a sequence per device.
 
-    In contiguous order, what a window shows lies on the device itself and on the nearest before it: along the tokens of
-    a document, positions ascend by one.
+    In contiguous order, what a window or a stretch shows lies on the device itself and on the nearest before it: along
+    the tokens of a document, positions ascend by one.
     """
-    hops = group.size - 1
-    return hops if window is None or group.order == "balanced" else min(hops, -(-(window - 1) // tokens))
+    hops, most = group.size - 1, most_seen(window)
+    return hops if most is None or group.order == "balanced" else min(hops, -(-(most - 1) // tokens))
 
 
 def _send(tree: PyTree, options: _Options, by: int = 1) -> PyTree:

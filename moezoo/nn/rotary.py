@@ -7,7 +7,8 @@
 | `Yarn` | Peng et al., 2023, arXiv:2309.00071 |
 | `Proportional` | none: only the first pairs rotate; Gemma 4 (Google, 2026) |
 | `Llama3` | Llama 3.1; Grattafiori et al., 2024, arXiv:2407.21783 |
-| `QueryScale` | a factor on queries; Llama 4 (Meta, 2025) has it in some layers, Mistral 4 in all |
+| `QueryScale` | a factor on queries; Mistral 4 has it in all layers |
+| `CountScale` | the same of Llama 4 (Meta, 2025), which has it in layers without rotation |
 """
 
 import abc
@@ -210,17 +211,19 @@ class Llama3(RotaryScaling):
     | fewer than `low` | divided by `factor` |
     | between | a linear ramp, in rotations, between the two |
 
+    Where `low` is `high`, nothing is between.
+
     Args:
         factor: What slow frequencies are divided by; 1 is no extension.
         length: The tokens per text in training.
 
     Raises:
-        UserError: A value has a wrong type, a number is out of its range, or `low` is not below `high`.
+        UserError: A value has a wrong type, a number is out of its range, or `low` is above `high`.
     """
 
     factor: Annotated[float, Range(at_least=1)] = 1.0
     length: Size = 8192
-    low: Annotated[Positive, AtMost("high", strict=True)] = 1.0
+    low: Annotated[Positive, AtMost("high")] = 1.0
     high: Positive = 4.0
 
     def __post_init__(self):
@@ -232,7 +235,9 @@ class Llama3(RotaryScaling):
             return frequencies(size, base)
         plain = base ** (-np.arange(0, size, 2) / size)
         rotations = self.length * plain / (2 * math.pi)
-        kept = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+        # Both limits are one number in Llama 4 Scout.
+        width = max(self.high - self.low, 1e-12)
+        kept = np.clip((rotations - self.low) / width, 0, 1)
         return jnp.asarray(plain * kept + plain / self.factor * (1 - kept), jnp.float32)
 
 
@@ -261,9 +266,24 @@ class QueryScale:
         if not self.beta:
             return queries
         # At padding a position may be any number, and a logarithm must not become NaN.
-        periods = (jnp.maximum(context.queries.position, 0) // self.length).astype(jnp.float32)
+        periods = (self.counted(jnp.maximum(context.queries.position, 0)) // self.length).astype(jnp.float32)
         factor = 1 + self.beta * jnp.log1p(periods)
         return (queries.astype(jnp.float32) * factor[:, :, None, None]).astype(queries.dtype)
+
+    def counted(self, position: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """Return what is divided by the length."""
+        return position
+
+
+@dataclasses.dataclass(frozen=True)
+class CountScale(QueryScale):
+    """The same with the number of tokens up to the query, itself included: position + 1."""
+
+    beta: NotNegative = 0.1
+
+    def counted(self, position: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+        """Return position + 1."""
+        return position + 1
 
 
 NO_QUERY_SCALE = QueryScale()

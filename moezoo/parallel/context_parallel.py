@@ -40,6 +40,42 @@ class Interval(NamedTuple):
     after: Int[Array, "batch queries"]
 
 
+@dataclasses.dataclass(frozen=True)
+class Stretches:
+    """Positions are cut into stretches of `length`, and a query sees keys of its own one (Llama 4; Meta, 2025).
+
+    Positions count from the start of each document, so stretches do too.
+    """
+
+    length: int
+
+
+# How far back a query sees: so many positions, its own included; to the start of its stretch; None: to the start of its
+# document.
+Reach = int | Stretches | None
+
+
+def first_seen(position: Int[Array, "*dims"], window: Reach) -> Int[Array, "*dims"]:
+    """Return the first position that a query at each `position` sees; with None a number below all positions."""
+    if window is None:
+        return jnp.full_like(position, -jnp.iinfo(jnp.int32).max)
+    return position - (position % window.length if isinstance(window, Stretches) else window - 1)
+
+
+def most_seen(window: Reach) -> int | None:
+    """Return the largest number of positions that a query sees; None for no limit."""
+    return window.length if isinstance(window, Stretches) else window
+
+
+def mean_seen(window: Reach, length: int) -> float:
+    """Return the mean number of keys that queries of a document of `length` tokens see."""
+    most = min(length, most_seen(window) or length)
+    if not isinstance(window, Stretches):
+        return most - most * (most - 1) / 2 / length
+    whole, rest = divmod(length, most)
+    return (whole * most * (most + 1) + rest * (rest + 1)) / 2 / length
+
+
 class BothCoordinates(NamedTuple):
     """The coordinates of the queries and of the keys of one call of attention."""
 
@@ -65,13 +101,13 @@ class Scoring(NamedTuple):
 
     Attributes:
         scale: The factor of the product q . k.
-        window: The number of tokens that a query sees, itself included; None for all tokens up to itself.
+        window: How far back a query sees.
         sinks: One extra score per query head, [kv_heads, group], for a value of zero.
         order: The backends of the attention kernel to try, and what the program is compiled for.
     """
 
     scale: float | Float[Array, ""]
-    window: int | None = None
+    window: Reach = None
     sinks: Float[Array, "kv_heads group"] | None = None
     order: KernelOrder = KernelOrder()
 

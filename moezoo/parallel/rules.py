@@ -15,7 +15,7 @@ from moezoo.typed import check_fields, show
 # the results of routed and shared experts are summed over devices together.
 _PAIRS = (("heads", "kv_heads"), ("mlp", "expert_mlp"))
 # Axes that are split as another one: the results of all mixers are summed over the devices that share heads.
-_AS = {"key_heads": "heads", "value_heads": "heads"}
+_AS = {"key_heads": "heads", "value_heads": "heads", "channels": "heads"}
 _INNER = (*_PAIRS[0], *_PAIRS[1], "vocab")
 # Logical axes that a layer can compute on without gathering them first.
 _KEPT = ("expert", *_INNER)
@@ -62,8 +62,8 @@ class Rules:
                     raise UserError(f"rules.{field}.{logical}: no such logical axis; {nearest(logical, LOGICAL_AXES)}")
                 if logical in _AS:
                     raise UserError(
-                        f"rules.{field}.{logical}: heads of recurrent layers are split as rules.{field}.{_AS[logical]} "
-                        "says, because a value head meets its key head; leave it out"
+                        f"rules.{field}.{logical}: recurrent layers split {logical} as rules.{field}.{_AS[logical]} "
+                        "says, because results of all mixers are summed over devices together; leave it out"
                     )
                 self._check_axes(f"rules.{field}.{logical}", axes)
                 if logical == _LAYER and axes not in ((), (STAGE,)):

@@ -32,6 +32,7 @@ from moezoo.optim import Schedule, UpdateRule, Work
 from moezoo.optim.base import short_names
 from moezoo.parallel import distributed
 from moezoo.parallel.axes import Role, Stack, count_parameters, is_stored, parameter_table, pattern_of
+from moezoo.parallel.context_parallel import Stretches, most_seen
 from moezoo.parallel.dispatch import Dispatch, DispatchChoice, ExpertGroup
 from moezoo.parallel.low_rank import drops, is_low_rank
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -180,13 +181,14 @@ def kernel_lines(execution: MeshExecution, length: int, stacks: Sequence[Stack])
 
 
 def _windows(stacks: Sequence[Stack]) -> list[str]:
-    """Describe the windows of layers, such as "window 128 in 12 of 24 layers"."""
+    """Describe the windows of layers, such as "window 128 in 12 of 24 layers", and stretches in the same way."""
     layers = [
         getattr(b.attention, "window", None) for stack in stacks for b in stack.blocks for _ in range(stack.count)
     ]
     counts = collections.Counter(window for window in layers if window is not None)
     some = {window: f" in {count} of {len(layers)} layers" * (count < len(layers)) for window, count in counts.items()}
-    return [f"window {window}{part}" for window, part in some.items()]
+    kinds = {window: "stretches of" if isinstance(window, Stretches) else "window" for window in some}
+    return [f"{kinds[window]} {most_seen(window)}{part}" for window, part in some.items()]
 
 
 def traffic_lines(traffic: TrafficTable) -> list[str]:

@@ -162,7 +162,7 @@ def refusal(function, *arguments):
     model=deepseek model.experts_per_token=9
         => model.experts_per_token=9 exceeds the 8 experts of model.router.kept_groups=2
     model=deepseek model.experts_per_token=17 => model.experts_per_token=17 must be at most model.experts=16
-    model.llama3.low=4.0 => model.llama3.low=4.0 must be below model.llama3.high=4.0
+    model.llama3.low=4.5 => model.llama3.low=4.5 must be at most model.llama3.high=4.0
     batch_size=0 => batch_size=0 must be at least 1
     execution.microbatches=0 => execution.microbatches=0 must be at least 1
     mesh.expert=0 => mesh.expert=0 must be at least 1

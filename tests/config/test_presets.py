@@ -38,6 +38,9 @@ TOTALS = {
     "qwen3_5_122b_a10b": 122_111_526_912,
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
+    "lfm2_8b_a1b": 8_339_929_856,
+    "llama4_scout_17b_16e": 107_769_861_120,
+    "llama4_maverick_17b_128e": 400_711_848_960,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
     "mimo_v2_flash": 308_778_780_864 - 47 * 256,  # choice biases
 }
@@ -51,8 +54,20 @@ def configuration(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("mixtral", "deepseek", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "qwen3_5", "kimi_linear", "gemma4"),
-        "mimo_v2",
+        *(
+            "mixtral",
+            "deepseek",
+            "qwen3_moe",
+            "olmoe",
+            "gpt_oss",
+            "glm4_moe",
+            "qwen3_5",
+            "kimi_linear",
+            "lfm2_moe",
+            "gemma4",
+            "llama4",
+            "mimo_v2",
+        ),
         *TOTALS,
     ],
 )
@@ -80,7 +95,7 @@ def test_totals_and_nearly_all_is_split_over_all_devices(name):
 # What no paper gives (no released size is tied); a softmax router has no choice bias and so no rate of it; only ERNIE
 # has a least sum.
 NO_PAPER = {"z_loss", "load_balance_over", "tied_embeddings", "unembedding_std", "router.bias_rate", "router.least_sum"}
-NO_PAPER |= {"yarn.truncate", "yarn.attention_factor"}
+NO_PAPER |= {"yarn.truncate", "yarn.attention_factor", "router.added_to_sum"}
 # Keys that these sizes do not use: routers other than a softmax over all experts, and longer texts.
 UNUSED = {f"router.{name}" for name in ("score", "groups", "kept_groups", "group_score", "scale", "choice_bias")}
 UNUSED |= {f"yarn.{name}" for name in ("factor", "length", "beta_fast", "beta_slow", "mscale", "mscale_all")}

@@ -13,7 +13,7 @@ from refusals import by_table, refused
 
 import moezoo
 from moezoo.generation import generate as generation
-from moezoo.models import DeepSeekConfig, MixtralConfig, build_model
+from moezoo.models import DeepSeekConfig, Llama4Config, MixtralConfig, build_model
 from moezoo.models.base import LanguageModel
 from moezoo.moe.dispatch import STRATEGIES, Auto, Capacity, Gather, Ragged
 from moezoo.nn.rotary import Yarn
@@ -42,6 +42,7 @@ CONFIGS = {
     "mixtral": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0),
     "window": MixtralConfig(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0, window=3),
     "deepseek": DeepSeekConfig(**SMALL, **LATENT, q_lora=8, yarn=Yarn(4.0, 8)),
+    "stretches": Llama4Config(**SMALL, kv_heads=2, head_dim=8, rope_base=100.0, stretch=3, plain_layers=(1,)),
     "no q_lora": DeepSeekConfig(**SMALL, **LATENT, q_lora=None, dense_layers=0, rope_pairs="halves"),
 }
 # Prompts of one to five tokens; the shorter ones are padded on the left.
@@ -115,7 +116,9 @@ def test_greedy_equals_running_the_whole_text_again():
 
 
 # The tokens of "mixtral" are in the test of end tokens.
-@pytest.mark.parametrize("name", ["window", "deepseek", pytest.param("no q_lora", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    "name", ["window", "stretches", "deepseek", pytest.param("no q_lora", marks=pytest.mark.weekly)]
+)
 def test_logits_with_a_cache_equal_those_without(name):
     tokens, logits = naive(name)
     width, execution = IDS.shape[1], on_mesh(moezoo.Execution())

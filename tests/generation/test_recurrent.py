@@ -1,4 +1,7 @@
-"""A recurrent mixer between layers of attention: the loop, the cache and generation carry its state as they are."""
+"""Recurrent mixers between layers of attention: the loop, the cache and generation carry their states as they are.
+
+One is made here, and one is the library's with the smallest state, a gated short convolution.
+"""
 
 import functools
 from typing import Any
@@ -25,6 +28,7 @@ from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
 from moezoo.nn.base import Mixer, MixerOutput
 from moezoo.nn.cache import Kept, State
+from moezoo.nn.gated_convolution import GatedConvolution
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import make_context
@@ -96,12 +100,18 @@ class Fading(Mixer):
         return Memory(0, vector)
 
 
+MIXERS = ("fading", "convolution")
+
+
 def make_block(kind, key):
-    """Return one layer; with `kind` None one that fades, else attention, with this window."""
+    """Return one layer, of a mixer of `MIXERS` or of attention with this window."""
     c, keys = CONFIG, jax.random.split(key, 3)
     options: dict[str, Any] = {"out_std": 0.5, "dtype": F32}
-    mixer = Fading(keys[0])
-    if kind is not None:
+    if kind == "fading":
+        mixer = Fading(keys[0])
+    elif kind == "convolution":
+        mixer = GatedConvolution(c.embed, 3, biases="all", **options, key=keys[0])
+    else:
         mixer = Attention(16, 4, 2, 8, rotary=Rotary(8, 100.0), window=kind, **options, key=keys[0])
     router = Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=F32, key=keys[1])
     feed_forward = MoE(router, Experts(c.experts, c.embed, c.expert_mlp, **options, key=keys[2]))
@@ -110,13 +120,13 @@ def make_block(kind, key):
 
 
 @functools.cache
-def hybrid():
-    """Return two periods of a layer that fades and one with a window, then one that sees everything."""
+def hybrid(mixer="fading"):
+    """Return two periods of a recurrent layer and one with a window, then one that sees everything."""
 
     def make(key: Array) -> LanguageModel:
         keys = jax.random.split(key, 7)
         embedding = TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0])
-        stacks = make_stacks([None, 4, None, 4, 99], make_block, keys[1:6])
+        stacks = make_stacks([mixer, 4, mixer, 4, 99], make_block, keys[1:6])
         return LanguageModel(
             embedding, stacks, Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6]), CONFIG
         )
@@ -125,59 +135,63 @@ def hybrid():
 
 
 @functools.cache
-def naive():
+def naive(mixer):
     """Return greedy tokens of a model that reads the whole text again for every token, without a cache."""
     tokens, mask = np.pad(IDS, ((0, 0), (0, NEW))), np.pad(MASK, ((0, 0), (0, NEW)), constant_values=True)
     segments, positions = mask.astype(np.int32), np.maximum(np.cumsum(mask, 1) - 1, 0).astype(np.int32)
     read = jax.jit(lambda m, t: m(t, segments=segments, positions=positions).logits)
     for at in range(IDS.shape[1], tokens.shape[1]):
-        logits = np.asarray(read(hybrid(), tokens))[:, at - 1]
+        logits = np.asarray(read(hybrid(mixer), tokens))[:, at - 1]
         top = np.sort(logits, axis=-1)
         assert (top[:, -1] - top[:, -2]).min() > 1e-4  # no near tie that rounding could turn
         tokens[:, at] = logits.argmax(-1)
     return tokens
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("rules", [None, pytest.param("serve", marks=pytest.mark.weekly)])
-def test_tokens_are_those_without_a_cache(rules):
-    """On one device, and with heads and their vectors split."""
+def test_tokens_are_those_without_a_cache(rules, mixer):
+    """On one device, and with heads or channels and their states split."""
     execution = moezoo.Execution()
     if rules is not None:
         mesh = moezoo.make_mesh(moezoo.MeshShape(data=2, expert=2, tensor=2))
         execution = moezoo.Execution(mesh, moezoo.compose(f"rules={rules}").rules, STRATEGIES["ring"]())
-    found = moezoo.generate(hybrid(), IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
-    np.testing.assert_array_equal(found, naive())
+    found = moezoo.generate(hybrid(mixer), IDS, mask=MASK, max_new_tokens=NEW, execution=execution)
+    np.testing.assert_array_equal(found, naive(mixer))
 
 
-def test_a_split_sequence(monkeypatch):
-    """The mixer gathers the tokens of its sequence; one that does not say so is refused."""
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_split_sequence(mixer, monkeypatch):
+    """The mixer exchanges what it needs of the tokens of its sequence; one that does not say so is refused."""
     mesh = moezoo.make_mesh(moezoo.MeshShape(fsdp=2, context=4))
     execution = moezoo.Execution(mesh, moezoo.compose("rules=fsdp_ep").rules)
-    ids = np.pad(IDS, ((0, 0), (0, 3)))
+    ids = np.pad(IDS, ((0, 0), (0, 11)))  # convolutions read two tokens of the chunk before
     found, wanted = (
-        jax.jit(lambda m, how=how: m(ids, execution=how).logits)(moezoo.place(hybrid(), how))
+        jax.jit(lambda m, how=how: m(ids, execution=how).logits)(moezoo.place(hybrid(mixer), how))
         for how in (execution, moezoo.Execution())
     )
     np.testing.assert_allclose(found, wanted, atol=2e-5)
-    monkeypatch.setattr(Fading, "splits_sequences", False)
-    with refused("rules fsdp_ep split sequences over mesh axes context", "mixer Fading needs whole ones"):
-        hybrid()(ids[:, :4], execution=execution)
+    kind = type(hybrid(mixer).stacks[0].blocks[0].attention)
+    monkeypatch.setattr(kind, "splits_sequences", False)
+    with refused("rules fsdp_ep split sequences over mesh axes context", f"mixer {kind.__name__} needs whole ones"):
+        hybrid(mixer)(ids[:, :4], execution=execution)
 
 
-def test_what_is_kept():
-    """A vector per layer that fades, a window's tokens, all tokens; and the coordinates of the latter two."""
+@pytest.mark.parametrize(("mixer", "state"), [("fading", (2, 4, 4, 8)), ("convolution", (2, 4, 2, 16))])
+def test_what_is_kept(mixer, state):
+    """A state per recurrent layer, a window's tokens, all tokens; and the coordinates of the latter two."""
     at = Coordinates(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
     read = functools.partial(generation.prefill, length=13, execution=on_mesh(moezoo.Execution()))
-    cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid()).cache
+    cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid(mixer)).cache
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
-    assert shapes == [[{(2, 4, 4, 8)}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]
+    assert shapes == [[{state}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]
     assert sorted(cache.coordinates) == [4, 13]
 
 
 def test_a_mixer_that_the_library_does_not_know_has_a_working_set():
     """What is predicted of its layers, from their traced program, is near what the compiler holds."""
     rows, length, layers = 2, 1024, 3
-    (stack,) = make_stacks([None] * layers, make_block, jax.random.split(jax.random.key(0), layers))
+    (stack,) = make_stacks(["fading"] * layers, make_block, jax.random.split(jax.random.key(0), layers))
     execution = on_mesh(moezoo.Execution(moezoo.make_mesh(moezoo.MeshShape()), moezoo.compose().rules))
     token, x = jnp.ones((rows, length), jnp.int32), jnp.ones((rows, length, CONFIG.embed))
 

@@ -48,8 +48,10 @@ CASES = [
     ("grouped", "tensor2", "ring", (8,)),
     ("olmoe", "tensor4", "ring", (1,)),
     ("gpt_oss", "tensor4", "ragged", (8,)),
+    ("llama4", "tensor2", "ring", (8,)),
     ("kimi_linear", "tensor2", "ring", (8,)),
     ("qwen3_5", "tensor2", "capacity", (8,)),
+    ("lfm2_moe", "tensor4", "ring", (8,)),
     ("gemma4", "tensor2", "ragged", (8,)),
     ("windowed", "tensor4", "ring", (8,)),
 ]

@@ -92,10 +92,11 @@ def _by_name(tree, model):
 def _gradients_of_transformers(theirs):
     """Return gradients by the names on disk; in memory transformers joins experts."""
     found: dict[str, np.ndarray] = {}
-    joining = ("gpt_oss", "mistral4", "gemma4_text")
+    joining = ("gpt_oss", "mistral4", "gemma4_text", "llama4_text")
     renaming = ("mixtral", "minimax_m2", "kimi_linear")
+    w123 = (*renaming, "lfm2_moe")
     renamed, joined = (theirs.config.model_type in kinds for kinds in (renaming, joining))
-    gate, up, down = ("w1", "w3", "w2") if renamed else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ("w1", "w3", "w2") if theirs.config.model_type in w123 else ("gate_proj", "up_proj", "down_proj")
     for name, parameter in theirs.named_parameters():
         if parameter.grad is None:  # a choice bias, which is a parameter in some models; what selects tokens
             continue

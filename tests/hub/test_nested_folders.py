@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from refusals import by_table, refused
 from safetensors.numpy import load_file, save_file
-from tiny_models import deepseek_v3, gemma4, mistral4, random_model
+from tiny_models import deepseek_v3, gemma4, llama4, mistral4, random_model
 
 import moezoo
 from moezoo.hub.folders import end_of_text, hub_model_config
@@ -141,6 +141,14 @@ OUTER: dict[str, tuple[Any, dict[str, Any]]] = {
         mistral4(),
         {"vision_config": _VISION | {"model_type": "pixtral", "image_size": 8, "head_dim": 8}},
     ),
+    "Llama4Config": (
+        llama4(),
+        {
+            "vision_config": _VISION
+            | {"image_size": 8, "projector_input_dim": 4, "projector_output_dim": 4, "vision_output_dim": 4}
+            | {"intermediate_size": 64}
+        },
+    ),
 }
 
 
@@ -169,15 +177,18 @@ def test_transformers_reads_what_is_written(tmp_path, name):
     assert result.first is None, result
     assert result.worst.difference < 1e-5
     names = {row.theirs for row in result.rows}
-    assert {"language_model.model.embed_tokens", "language_model.model.layers.1.mlp", "language_model.lm_head"} <= names
+    part = "feed_forward" if name == "Llama4Config" else "mlp"
+    assert {f"language_model.model.{x}" for x in ("embed_tokens", f"layers.1.{part}")} <= names
+    assert "language_model.lm_head" in names
     again, info = transformers.AutoModelForImageTextToText.from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype="float32"
     )
     assert not any(info.values())
-    wanted = {n: x for n, x in theirs.state_dict().items() if "vision_tower" in n or "projector" in n}
+    wanted = {n: x for n, x in theirs.state_dict().items() if "vision_" in n or "projector" in n}
     assert wanted
     assert all((again.state_dict()[name] == array).all() for name, array in wanted.items())
-    assert not (again.lm_head.weight == theirs.lm_head.weight).any()
+    heads = (each.get_output_embeddings().weight for each in (again, theirs))
+    assert not (next(heads) == next(heads)).any()
 
 
 def test_transformers_has_these_types():

@@ -58,7 +58,9 @@ READ = {
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
+    "lfm2": ("attention", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
+    "llama4": ("attention", "shared"),
     "mimo": ("attention", "mlp"),
     "exaone": ("attention", "experts"),
 }
@@ -106,6 +108,7 @@ MERGED = {
     "gpt_oss": ("experts",),
     "mistral 4": ("experts",),
     "gemma4": ("experts",),
+    "llama4": ("experts", "*.router.weight"),
     "glm": ("mlp", "shared"),
 }
 
@@ -146,6 +149,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("qwen3.5", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
+        ("lfm2", ("experts",), "not found in the base model"),
         ("mimo", ("experts",), "not found in the base model"),
         ("sarvam", ("attention",), "not found in the base model"),
         ("afmoe", ("attention",), "Cannot convert"),

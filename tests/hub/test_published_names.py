@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import oracle
+import oracle_convolution
 import oracle_deepseek
 import oracle_delta
 import pytest
@@ -42,11 +43,15 @@ class Tensor(NamedTuple):
 
 
 class Published(NamedTuple):
-    """A family as published: config.json, tensors outside layers are common; tensors of each layer; the formulas."""
+    """A family as published: config.json, tensors outside layers are common; tensors of each layer; the formulas.
+
+    `final_norm`: the name of the last norm, which is not the same everywhere.
+    """
 
     config: dict[str, Any]
     layers: list[dict[str, Tensor]]
     family: oracle.Family
+    final_norm: str = "model.norm.weight"
 
 
 def vector(size: int, name: str) -> Tensor:
@@ -384,6 +389,50 @@ def kimi_linear() -> Published:
     return Published(config, [dense, attention | sparse, delta_rule() | sparse], family)
 
 
+def lfm2() -> Published:
+    """Liquid AI, 2025: gated convolutions in layers 0, which has an MLP, and 2; attention with norms in layer 1."""
+    config = {"model_type": "lfm2_moe", "num_hidden_layers": 3, "num_dense_layers": 1, "intermediate_size": MLP}
+    config |= {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": TAPS, "conv_bias": True}
+    config |= {"num_key_value_heads": KV_HEADS, "moe_intermediate_size": EXPERT_MLP, "num_experts": EXPERTS}
+    config |= {"use_expert_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 1.7, "rope_theta": 100.0}
+    config |= {"norm_eps": 0.01, "rms_norm_eps": None}  # the key that others have
+    size = EMBED // HEADS
+    norms = {
+        "operator_norm.weight": vector(EMBED, "attention_norm"),
+        "ffn_norm.weight": vector(EMBED, "feed_forward_norm"),
+    }
+    attention = norms | {
+        "self_attn.q_proj.weight": to_heads(HEADS, size, "query"),
+        "self_attn.k_proj.weight": to_heads(KV_HEADS, size, "key"),
+        "self_attn.v_proj.weight": to_heads(KV_HEADS, size, "value"),
+        "self_attn.out_proj.weight": from_heads(size),
+        "self_attn.q_layernorm.weight": vector(size, "query_norm"),
+        "self_attn.k_layernorm.weight": vector(size, "key_norm"),
+    }
+    # What goes into the filter is the first part times the third; the second is a factor of what comes out.
+    parts = dict(zip(("input_gate", "output_gate", "value"), range(0, 3 * EMBED, EMBED), strict=True))
+    convolution = norms | {
+        "conv.in_proj.weight": Tensor(
+            (3 * EMBED, EMBED),
+            {f"convolution_{part}": lambda w, at=at: w[at : at + EMBED].T for part, at in parts.items()},
+        ),
+        "conv.in_proj.bias": Tensor(
+            (3 * EMBED,),
+            {f"convolution_{part}_bias": lambda b, at=at: b[at : at + EMBED] for part, at in parts.items()},
+        ),
+        "conv.conv.weight": Tensor((EMBED, 1, TAPS), {"convolution_filter": lambda w: w[:, 0].T}),
+        "conv.conv.bias": vector(EMBED, "convolution_filter_bias"),
+        "conv.out_proj.weight": matrix(EMBED, EMBED, "convolution_out"),
+        "conv.out_proj.bias": vector(EMBED, "convolution_out_bias"),
+    }
+    sparse = with_router("feed_forward", ("w1", "w3", "w2"))
+    sparse["feed_forward.expert_bias"] = vector(EXPERTS, "bias")
+    settings: dict[str, Any] = GROUPED | {"sparse": (False, True, True), "attends": (1,), "rope": Rope(100.0)}
+    family = oracle_convolution.Lfm2(**settings, choice=Choice("sigmoid", 1, 1, "max", True, 1.7, added=1e-6))
+    dense = convolution | swiglu("feed_forward", MLP, ("w1", "w3", "w2"), "dense_")
+    return Published(config, [dense, attention | sparse, convolution | sparse], family, "model.embedding_norm.weight")
+
+
 FAMILIES = {
     "mixtral": mixtral,
     "qwen3": qwen3,
@@ -396,10 +445,10 @@ FAMILIES = {
     "v2": lambda: deepseek("deepseek_v2"),
     "v3": lambda: deepseek("deepseek_v3"),
     "kimi linear": kimi_linear,
+    "lfm2": lfm2,
 }
 OUTSIDE = {
     "model.embed_tokens.weight": Tensor((VOCAB, EMBED), {"embedding": np.copy}),
-    "model.norm.weight": vector(EMBED, "final_norm"),
     "lm_head.weight": matrix(VOCAB, EMBED, "unembedding"),
 }
 
@@ -414,7 +463,8 @@ def folder_and_parameters(published: Published) -> tuple[dict[str, np.ndarray], 
     """Return random tensors by their published names, and the same numbers by the names of the oracle."""
     rng, named, layers = np.random.default_rng(3), {}, dict[str, list[np.ndarray]]()
     parameters = {}
-    for name, tensor in OUTSIDE.items():
+    outside = OUTSIDE | {published.final_norm: vector(EMBED, "final_norm")}
+    for name, tensor in outside.items():
         named[name] = draw(tensor, rng)
         parameters |= {ours: cut(named[name]) for ours, cut in tensor.parts.items()}
     for number, layer in enumerate(published.layers):

@@ -19,6 +19,7 @@ from tiny_models import (
     exaone,
     gemma4,
     gpt_oss,
+    llama4,
     mimo,
     of_type,
     olmoe,
@@ -29,7 +30,7 @@ import moezoo
 from moezoo.models import DeepSeek, DeepSeekConfig
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
-from moezoo.nn.rotary import Yarn
+from moezoo.nn.rotary import CountScale, Yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
 
@@ -157,6 +158,14 @@ SPELLINGS = {
             [c.pop(key) for key in [*c] if key.startswith(("swa_", "add_")) or key in _RELEASED],
         ),
     ),
+    "llama4 as first released": (
+        "llama4",
+        lambda c: (c.update(no_rope_layers=[], no_rope_layer_interval=2, moe_layers=None), c.pop("layer_types")),
+    ),
+    "llama4 other lists": (
+        "llama4 no stretches",
+        lambda c: c.update(attention_chunk_size=3, layer_types=["full_attention", "chunked_attention"], moe_layers=[0]),
+    ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
 
@@ -173,6 +182,7 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
     lengths = {"mixtral": 131072, "v2": 2048, "v3": 4096, "qwen3": 32768, "olmoe": 4096, "glm plain": 131072}
+    lengths["llama4"] = 131072
     lengths |= {"minimax": 196608, "hy": 131072, "dots": 2048, "ernie": 131072, "gpt_oss": 131072}
     for name, length in lengths.items():
         shutil.copytree(save(name).folder, tmp_path / name)
@@ -324,6 +334,14 @@ LEFT_OUT = {
                 *("head_dim", "first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "rms_norm_eps"),
                 *("routed_scaling_factor", "norm_topk_prob", "use_qk_norm", "rope_parameters"),
             )(c),
+        ),
+    ),
+    "llama4 defaults": (
+        llama4(layers=4, plain_layers=None, stretch=8192, query_scale=CountScale(), rope_base=5e5, kv_heads=2),
+        drop(
+            *("no_rope_layers", "layer_types", "attention_chunk_size", "moe_layers", "interleave_moe_layer_step"),
+            *("attn_temperature_tuning", "attn_scale", "floor_scale", "rope_parameters", "use_qk_norm"),
+            *("rms_norm_eps", "attention_bias", "initializer_range"),
         ),
     ),
     "olmoe experts": (olmoe(), lambda c: c.update(num_local_experts=c.pop("num_experts"))),

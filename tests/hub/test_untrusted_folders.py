@@ -148,6 +148,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer"}
     | {"rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid", "use_mtp": True}
     | {"shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064},
+    "lfm2_8b_a1b": {"model_type": "lfm2_moe", "architectures": ["Lfm2MoeForCausalLM"], "hidden_act": None}
+    | {"conv_L_cache": 3, "conv_bias": False, "hidden_size": 2048, "intermediate_size": 7168, "norm_eps": 1e-05}
+    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]}
+    | {"max_position_embeddings": 128000, "moe_intermediate_size": 1792, "norm_topk_prob": True, "num_experts": 32}
+    | {"num_attention_heads": 32, "num_dense_layers": 2, "num_experts_per_tok": 4, "num_hidden_layers": 24}
+    | {"num_key_value_heads": 8, "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "tie_embedding": True}
+    | {"tie_word_embeddings": True, "use_expert_bias": True, "vocab_size": 65536},
     "qwen3_next_80b_a3b": _DELTA
     | {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "decoder_sparse_step": 1}
     | {"intermediate_size": 5120, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10}
@@ -261,6 +268,12 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
     ("sarvam", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a sarvam_moe folder", "read as none")),
     ("v3", {"router": Choice("sigmoid", choice_bias="learned", least_sum=0.1)}, ("model.router.least_sum=0.1",)),
+    (
+        "v3",
+        {"router": Choice("sigmoid", choice_bias="learned", added_to_sum=0.1)},
+        ("model.router.added_to_sum=0.1", "only 1e-20"),
+    ),
+    ("qwen3", {"router": Choice(added_to_sum=0.1)}, ("model.router.added_to_sum=0.1: a qwen3_moe", "read as 1e-20")),
     ("mimo", {"sinks": "none"}, ("model.sinks=none: mimo_v2_flash in transformers has only windows",)),
     ("mimo", {"full_kv_heads": 2}, ("model.kv_heads=2: mimo_v2_flash in transformers has only 4",)),
     ("mimo", {"full_rope_base": None}, ("model.full_rope_base=null: all layers of MiMo-V2-Flash rotate",)),
@@ -294,7 +307,7 @@ def test_layers_of_multi_token_prediction_are_not_loaded():
 def test_unknown_keys_without_a_value_are_harmless():
     for name, config in PLAIN.items():
         keys: dict[str, Any] = {"_unknown": 1, "unknown": None, "quantization_config": None}
-        keys |= {} if name == "gemma4" else {"num_experts_per_tok": 2}  # another name of the key, in some
+        keys |= {} if name in ("gemma4", "llama4") else {"num_experts_per_tok": 2}  # another name of the key, in some
         assert config_of(keys_of(name) | keys) == config
 
 

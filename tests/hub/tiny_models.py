@@ -18,6 +18,8 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -28,10 +30,11 @@ from moezoo.models.blueprint import Blueprint
 from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
-from moezoo.nn.rotary import QueryScale, Yarn
+from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
+LFM2_ROUTER = Lfm2MoeConfig().router
 SIGMOID = replace(ROUTER, groups=1, kept_groups=1)
 # The original length is short, so that the ramp between kept and slowed frequencies falls within the few pairs.
 YARN = Yarn(factor=4.0, length=64, beta_fast=4.0, beta_slow=0.5)
@@ -97,6 +100,12 @@ def kimi_linear(**changes: Any) -> KimiLinearConfig:
     return KimiLinearConfig(**{**SMALL, **sizes, "delta": delta, "attention_layers": (0,), **changes})
 
 
+def lfm2(**changes: Any) -> Lfm2MoeConfig:
+    """Return a tiny LFM2 whose first layer has a convolution and an MLP."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "rope_base": 100.0}
+    return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
+
+
 def gemma4(**changes: Any) -> Gemma4Config:
     """Return a tiny Gemma 4 whose first layer of two has a window, and whose cap bends some logits."""
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
@@ -122,6 +131,13 @@ def afmoe(**changes: Any) -> WindowedConfig:
     """Return a tiny Trinity, with norms around each part and a gate on attention."""
     sizes: dict[str, Any] = {"attention_gate": "sigmoid", "norms": "around", "embeddings": "scaled"}
     return exaone(**{"model_type": "afmoe", **sizes, **changes})
+
+
+def llama4(**changes: Any) -> Llama4Config:
+    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
+    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
+    return Llama4Config(**{**SMALL, **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -223,6 +239,17 @@ CONFIGS = {
         shared_experts=0,
         router=SIGMOID,
     ),
+    "lfm2": lfm2(),
+    "lfm2 biases, untied": lfm2(
+        taps=4,
+        convolution_bias="all",
+        dense_layers=0,
+        attention_layers=(0,),
+        router=replace(LFM2_ROUTER, gates="scores", choice_bias="none", scale=1.7),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=False,
+    ),
+    "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
@@ -252,6 +279,19 @@ CONFIGS = {
     ),
     "afmoe": afmoe(shared_experts=2, router=replace(SIGMOID, scale=1.7)),
     "afmoe plain, tied": afmoe(mlp_layers=(), full_layers=(), embeddings="plain", tied_embeddings=True),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2, query_scale=CountScale(0.0, 4)),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -279,10 +319,12 @@ PLAIN: dict[str, Any] = {
     "mistral4": mistral4(),
     "qwen3.5": qwen35(),
     "next": qwen3_next(),
+    "lfm2": lfm2(),
     "gemma4": gemma4(),
     "mimo": mimo(),
     "exaone": exaone(),
     "afmoe": afmoe(router=SIGMOID),
+    "llama4": llama4(),
 } | {name: CONFIGS[name] for name in ("glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from moezoo.kernels.attention import Attended
-from moezoo.kernels.attention.base import NOTHING, Coordinates
+from moezoo.kernels.attention.base import NOTHING, Coordinates, Reach
+from moezoo.parallel.context_parallel import Stretches
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM = 2, 2, 3, 4, 5
 
@@ -19,7 +20,7 @@ class Case(NamedTuple):
     queries: int
     keys: int
     block: int
-    window: int | None = None
+    window: Reach = None
     dtype: str = "float32"
 
 
@@ -57,6 +58,8 @@ def sees(queries, keys, window):
     """Return by definition whether each query sees each key; [batch, queries, keys]."""
     at, key_at = np.asarray(queries.position)[:, :, None], np.asarray(keys.position)[:, None]
     seen = np.asarray(queries.segment)[:, :, None] == np.asarray(keys.segment)[:, None]
+    if isinstance(window, Stretches):
+        return seen & (key_at <= at) & (key_at // window.length == at // window.length)
     return seen & (key_at <= at) & (window is None or at - key_at < window)
 
 

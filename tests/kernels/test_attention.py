@@ -58,13 +58,16 @@ from moezoo.kernels.attention import (
 from moezoo.kernels.attention.base import NOTHING, Coordinates
 from moezoo.kernels.attention.intervals import intervals
 from moezoo.parallel.collectives import ATTENTION, vary_like
+from moezoo.parallel.context_parallel import Stretches
 from moezoo.parallel.kernels import PLATFORMS, KernelOrder, Target
 from moezoo.parallel.traces import equations
 
 # Kernels for GPUs and TPUs are interpreted in test_hopper_attention.py and test_splash_attention.py.
 PORTABLE = [name for name in BACKENDS if name not in ("hopper", "splash")]
-# Several blocks, of which the last is partly filled; one block; one query; fewer queries than keys; bfloat16.
+# Several blocks, of which the last is partly filled; one block; one query; fewer queries than keys; bfloat16. The last
+# case has stretches.
 CASES = [Case(10, 10, 4), Case(10, 10, 64, 1), Case(1, 9, 4), Case(6, 9, 4, 3), Case(10, 10, 4, 3, "bfloat16")]
+CASES.append(Case(6, 9, 4, Stretches(3)))
 
 
 @pytest.fixture(params=PORTABLE)
@@ -241,7 +244,7 @@ def test_backends_of_several_platforms_vary_alike():
     assert [x.shape[0] for x in jax.eval_shape(mapped, q, k, v)] == [2, 2]
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [None, 3, Stretches(3)], ids=str)
 def test_chunked_visits_only_visible_pairs_of_blocks(window):
     """A block of NaN reaches, in both passes, exactly the blocks that see it or that it sees.
 
@@ -442,7 +445,7 @@ def test_the_choice_on_accelerators():
     for target in (Target(*each) for each in others):
         assert chosen_backend(target, **many) == "chunked"
         assert chosen_backend(target, 512, 1024) == "reference"
-    case = CASES[-1]
+    case = CASES[4]
     (inputs, _), (queries, keys) = random_operands(case), packed(case)
     for target, name, on in ((hopper, "hopper", "cuda 9.0"), (tpu, "splash", "tpu"), (Target("cpu"), "splash", "cpu")):
         wanted = f"^attention={name}: does not run on {on} with bfloat16 and keys in an unknown order; choose ref"

@@ -5,12 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from attention_loop import make_row, sees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moezoo.kernels.attention.base import Coordinates
 from moezoo.kernels.attention.intervals import intervals, meeting, spans_of
+from moezoo.parallel.context_parallel import Stretches, mean_seen
 
 QUERIES, KEYS, BLOCK = 11, 13, 4
 
@@ -39,7 +41,7 @@ def draw_sorted(draw):
 
 
 @settings(max_examples=60)
-@given(at=draw_sorted(), window=st.sampled_from([None, 1, 3, 100]))
+@given(at=draw_sorted(), window=st.sampled_from([None, 1, 3, 100, Stretches(3), Stretches(100)]))
 def test_equal_what_is_seen(at, window):
     queries, keys = at
     first, after = (np.asarray(x) for x in jax.jit(intervals, static_argnums=2)(queries, keys, window))
@@ -63,3 +65,9 @@ def test_equal_what_is_seen(at, window):
         blocks = np.flatnonzero(met[0, :, column])
         found = (from_block[0, column], to_block[0, column])
         assert found == ((blocks[0], blocks[-1] + 1) if blocks.size else (0, 0))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 10, 30, *map(Stretches, (1, 3, 5, 10, 30))], ids=str)
+def test_the_mean_number_of_keys(window):
+    at = Coordinates(jnp.arange(10)[None], jnp.ones((1, 10), jnp.int32))
+    assert mean_seen(window, 10) == pytest.approx(sees(at, at, window).sum() / 10)

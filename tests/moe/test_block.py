@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from contexts import context_of
 
 from moezoo.moe.experts import Experts
@@ -44,6 +45,37 @@ def test_equals_its_formula():
     np.testing.assert_allclose(routed, wanted, rtol=0, atol=50 * 2.0**-24)
     wanted += mlp(x, *(np.asarray(w, np.float64) for w in (shared.gate, shared.up, shared.down)))
     np.testing.assert_allclose(y, wanted, rtol=0, atol=50 * 2.0**-24)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_gates_on_inputs(k):
+    """Each chosen expert reads the token times its gate; padding goes to none. Gates have their gradients."""
+    keys, options = jax.random.split(jax.random.key(0), 3), {"out_std": 1.0, "dtype": jnp.dtype("float32")}
+    router = Router(8, 4, k, Choice("sigmoid", gates="scores"), dtype=options["dtype"], key=keys[0])
+    experts = Experts(4, 8, 12, **options, key=keys[1])
+    x, valid = jax.random.normal(keys[2], (2, 3, 8)), jnp.asarray([[True, True, True], [True, False, False]])
+
+    def run(block, x):
+        return block(x, context_of(valid), on_mesh(Execution())).routed
+
+    def naive(block, x):
+        expert_ids, gates = block.router(x, valid).assignment
+        total = jnp.zeros((6, 8))
+        for expert in range(4):
+            weights = (w[expert] for w in (block.experts.gate, block.experts.up, block.experts.down))
+            gate, up, down = weights
+            given = x.reshape(6, 1, 8) * gates[..., None]
+            y = (jax.nn.silu(given @ gate) * (given @ up)) @ down
+            total = total + jnp.where((expert_ids == expert)[..., None], y, 0).sum(1)
+        return total.reshape(2, 3, 8)
+
+    def both(function):
+        return jax.jit(lambda block, x: (*jax.vjp(function, block, x)[1](jnp.ones((2, 3, 8))), function(block, x)))
+
+    block = MoE(router, experts, gates_on="inputs")
+    found, wanted = (jax.tree.leaves(both(each)(block, x)) for each in (run, naive))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
 def test_nothing_is_added_by_scatter():

@@ -36,7 +36,7 @@ def loop(scores, bias, choice, k):
     chosen = sorted(eligible, key=lambda e: -(scores + bias)[e])[:k]
     gates = scores[chosen]
     if choice.gates == "renormalised":
-        gates = gates / max(gates.sum(), choice.least_sum)
+        gates = gates / max(gates.sum() + (0 if choice.least_sum else choice.added_to_sum), choice.least_sum)
     return chosen, gates * choice.scale
 
 
@@ -49,6 +49,7 @@ CHOICES = [
     Choice("sigmoid", 4, 2, "max", "renormalised", 2.5, "none"),
     Choice("sigmoid", 4, 2, "sum_of_top2", "scores", 2.5, "none"),
     Choice("softmax", 1, 1, "max", "renormalised", 1.0, "learned", least_sum=0.5),  # of most tokens, not of all
+    Choice("sigmoid", choice_bias="learned", added_to_sum=0.3),
 ]
 
 

@@ -11,7 +11,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from cover import EXTRA_CASES, RECURRENT_CASES, cover
+from cover import EXTRA_CASES, RECURRENT_CASES, STRETCH_CASES, cover
 from planted import REPOSITORY, Planted, before_and_after, copy_repository, is_caught, read_tables, run_tests
 
 ERRORS = read_tables()
@@ -31,7 +31,7 @@ def test_every_error_can_be_planted():
         if error.file.endswith(".py"):
             compile(changed, error.file, "exec")
         assert error.tests
-    cases = {str(case) for case in [*cover(), *EXTRA_CASES, *RECURRENT_CASES]}
+    cases = {str(case) for case in [*cover(), *EXTRA_CASES, *RECURRENT_CASES, *STRETCH_CASES]}
     for test in set(itertools.chain.from_iterable(error.tests for error in ERRORS)):
         file, *function = test.partition("[")[0].split("::")
         assert set(function) <= _functions(REPOSITORY / file), test

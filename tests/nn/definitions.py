@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def attention(q, k, v, positions, segments, scale, window=None):
+def attention(q, k, v, positions, segments, scale, window=None, stretch=None):
     """Return, query by query, the average of the values of the keys it sees; q [batch, seq, kv_heads, group, size]."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     result = np.zeros((*q.shape[:-1], v.shape[-1]))
@@ -14,6 +14,7 @@ def attention(q, k, v, positions, segments, scale, window=None):
             if segments[b, i] == segments[b, j]
             and positions[b, j] <= positions[b, i]
             and (window is None or positions[b, i] - positions[b, j] < window)
+            and (stretch is None or positions[b, i] // stretch == positions[b, j] // stretch)
         ]
         scores = [scale * (q[b, i, head, member] @ k[b, j, head]) for j in seen]
         weights = np.exp(np.asarray(scores) - max(scores))

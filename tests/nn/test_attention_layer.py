@@ -8,9 +8,9 @@ from definitions import attention, complex_rotation, rms_norm
 
 from moezoo.nn.attention import Attention
 from moezoo.nn.positions import Context
-from moezoo.nn.rotary import Proportional, Rotary
+from moezoo.nn.rotary import CountScale, Proportional, Rotary
 from moezoo.parallel.collectives import ALONE
-from moezoo.parallel.context_parallel import Coordinates
+from moezoo.parallel.context_parallel import Coordinates, Stretches
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh_execution import on_mesh
 
@@ -24,8 +24,9 @@ POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)
 AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
-# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor;
-# values that are narrower than keys, and multiplied, and no rotation.
+# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor; norms
+# after the rotation, and stretches; values that are narrower than keys, and multiplied, and no rotation; a factor on
+# queries.
 PARTS = {
     "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
     "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
@@ -34,6 +35,8 @@ PARTS = {
     | {"rotary": Rotary(HEAD_DIM, 100.0, Proportional(0.5))},
     "narrow": {"biases": "inputs", "value_dim": 3, "value_scale": 0.7, "gated": True, "rotary": None},
     "projection": {"norm_over": "projection", "clip": 0.7, "rotary": Rotary(HEAD_DIM, 100.0)},
+    "turned": {"norm_turned": True, "rotary": Rotary(HEAD_DIM, 100.0), "window": Stretches(3)},
+    "no positions": {"rotary": None, "query_scale": CountScale(0.7, 2)},
 }
 
 
@@ -41,7 +44,7 @@ PARTS = {
 def test_equals_a_loop(name):
     """Query head n is served by key-value head n // 2, as in released weights."""
     common = {"norm_eps": 0.1, "window": 3, "out_std": 1.0, "dtype": jnp.dtype("float32")}
-    layer = Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **common, **PARTS[name], key=jax.random.key(0))
+    layer = Attention(EMBED, HEADS, KV_HEADS, HEAD_DIM, **{**common, **PARTS[name]}, key=jax.random.key(0))
     rng = np.random.default_rng(3)
     x = rng.standard_normal((BATCH, SEQ, EMBED), np.float32)
     layer = jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape) * (x.ndim < 3), x.dtype), layer)
@@ -53,14 +56,13 @@ def test_equals_a_loop(name):
             together = y.reshape(BATCH, SEQ, -1) if name == "projection" else y
             y = rms_norm(together, np.asarray(norm.scale) + (name == "gate"), 0.1).reshape(y.shape)
         y = np.clip(y, -0.7, 0.7) if name == "projection" else y
-        if not turned:
+        if not turned or layer.rotary is None:
             return y
         if name == "keys":  # of two pairs the first one rotates
             return np.where(np.arange(HEAD_DIM) % 2, y, complex_rotation(y, POSITIONS, 100.0))
-        if layer.rotary is None:
-            return y
         dims = layer.rotary.dims
-        return np.concatenate([complex_rotation(y[..., :dims], POSITIONS, 100.0), y[..., dims:]], axis=-1)
+        y = np.concatenate([complex_rotation(y[..., :dims], POSITIONS, 100.0), y[..., dims:]], axis=-1)
+        return rms_norm(y, 1.0, 0.1) if name == "turned" else y
 
     q = part(layer.query, layer.query_bias, layer.query_norm, True)
     k = part(layer.key, layer.key_bias, layer.key_norm, True)
@@ -69,8 +71,11 @@ def test_equals_a_loop(name):
         assert layer.value is None
         v = rms_norm(v, 1.0, 0.1)
     v = 0.7 * v if name == "narrow" else v
+    if name == "no positions":
+        q = q * (1 + 0.7 * np.log(1 + (POSITIONS + 1) // 2))[:, :, None, None]
     q = q.reshape(BATCH, SEQ, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)
-    y = attention(q, k, v, POSITIONS, SEGMENTS, 0.7 if name == "keys" else HEAD_DIM**-0.5, window=3)
+    reach = {"stretch": 3} if name == "turned" else {"window": 3}
+    y = attention(q, k, v, POSITIONS, SEGMENTS, 0.7 if name == "keys" else HEAD_DIM**-0.5, **reach)
     y = y.reshape(BATCH, SEQ, HEADS, -1)
     if layer.gate is not None:
         y = y / (1 + np.exp(-part(layer.gate, layer.gate_bias, None, False)))

@@ -18,7 +18,14 @@ from moezoo.nn.latent_attention import LatentAttention, LatentSizes
 from moezoo.nn.positions import make_context
 from moezoo.nn.ring_attention import RotateKept
 from moezoo.nn.rotary import Rotary
-from moezoo.parallel.context_parallel import BothCoordinates, ContextParallel, Coordinates, Scoring, SplitOperands
+from moezoo.parallel.context_parallel import (
+    BothCoordinates,
+    ContextParallel,
+    Coordinates,
+    Scoring,
+    SplitOperands,
+    Stretches,
+)
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.kernels import Kernels
 from moezoo.parallel.mesh import MeshShape, make_mesh
@@ -191,7 +198,7 @@ def assert_near(found, wanted):
         np.testing.assert_allclose(result, want, rtol=0, atol=PRECISION * max(1, np.abs(want).max()))
 
 
-@pytest.mark.parametrize(("window", "hops"), [(2, 1), (5, 1), (6, 2), (9, 2), (10, 3), (None, 3)])
+@pytest.mark.parametrize(("window", "hops"), [(2, 1), (5, 1), (6, 2), (9, 2), (10, 3), (None, 3), (Stretches(6), 2)])
 def test_windows_end_the_ring(window, hops):
     """In contiguous order no hop brings only keys that no query sees; a device has four tokens."""
     found, wanted, count = ring_and_one_device(window)
@@ -200,7 +207,7 @@ def test_windows_end_the_ring(window, hops):
     assert count == arrays * (hops + hops + (hops > 1) + hops)  # forward; backward; gradients
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [None, 6, Stretches(6)])
 def test_any_order_of_tokens(window):
     found, wanted, _ = ring_and_one_device(window, order="balanced")
     assert_near(found, wanted)

@@ -52,6 +52,7 @@ from moezoo.parallel.mesh import abstract_mesh
         => seq_len=16 in 8 chunks (mesh.context=4, execution.sequence_order=balanced) has 2 tokens per chunk ...
         reads 3 tokens of the chunk before; make seq_len at least 24
     rules.store.key_heads=[tensor] => rules.store.key_heads: ... rules.store.heads ... leave it out
+    rules.store.channels=[tensor] => rules.store.channels: ... rules.store.heads ... leave it out
     rules.compute.value_heads=[tensor] => rules.compute.value_heads: ... rules.compute.heads ... leave it out
     pp=2 => pp: there is no key 'pp' ... 'mesh.stage'
     mesh=pp2_ep4 => mesh=pp2_ep4 ... write mesh.stage=2 mesh.expert=4

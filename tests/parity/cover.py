@@ -10,7 +10,7 @@ A `Case` has these columns:
 | remat | what a layer keeps for the backward pass: `full` `offload` `dots` `none` |
 | microbatches | 1, with attention's backend `reference`, or 2, with its backend `chunked` |
 | balance | what the load-balance loss is computed over: `batch` or `sequence` |
-| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear`; `qwen3_5`, `windowed` in lists of their own |
+| family | `mixtral` `deepseek` `grouped` `olmoe` `gpt_oss` `kimi_linear`; others in lists of their own |
 | optimizer | `sgd` `adamw` `muon`, each with the settings of `OPTIMIZERS` |
 | context_parallel | `gather` `ring`; only `gather` where sequences are whole |
 | chunks | how many parts an MoE layer's tokens are sent in; 1, except where `cover` sets 3 |
@@ -44,6 +44,8 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -113,6 +115,16 @@ _KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
+# Convolutions read two tokens of the chunk before; what is added to the sums of gates is a part of them.
+_LFM2 = {
+    **_GROUPED,
+    "layers": 1 + LAYERS,
+    "experts_per_token": 3,
+    "norm_eps": 1e-3,
+    "attention_layers": (1,),
+    "mlp": 20,
+}
+_LFM2 |= {"convolution_bias": "all", "router": {"bias_rate": 0.25, "added_to_sum": 0.2}}
 # A layer with a window and one without, whose heads have one size: the oracle stacks them. The cap bends most logits.
 _GEMMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "mlp": 20}
 _GEMMA4 |= {"full_kv_heads": 2, "full_head_dim": 8, "full_rope_base": 50.0, "full_rope_share": 0.5, "logit_cap": 2.0}
@@ -120,6 +132,11 @@ _GEMMA4 |= {"full_kv_heads": 2, "full_head_dim": 8, "full_rope_base": 50.0, "ful
 _WINDOWED = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "window": 3, "rotary_dims": 4}
 _WINDOWED |= {"full_kv_heads": 2, "full_rope_base": 50.0, "value_dim": 5, "mlp_layers": (), "attention_bias": "inputs"}
 _WINDOWED["router"] = _GLM["router"]
+
+# A layer with rotation and stretches, and one without. Documents have up to three stretches, and three factors of
+# queries. Released models have one expert per token; with two, each reads a copy of the token.
+_LLAMA4 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 2, "norm_eps": 1e-3, "stretch": 2, "plain_layers": (1,)}
+_LLAMA4 |= {"query_scale": {"beta": 0.7, "length": 2}}
 
 # With more layers, for pipeline stages. Of periods of layers that repeat, 2 and 4 stages divide those of some and not
 # those of others; some have layers before them.
@@ -130,6 +147,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "grouped_periodic_deep": ("grouped_periodic", {"layers": 10}, 3),
     "olmoe_deep": ("olmoe", {"layers": 5}, 3),
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
+    "lfm2_moe_deep": ("lfm2_moe", {"layers": 8, "dense_layers": 0, "attention_layers": (1, 3, 5, 7)}, 3),
     "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
 }
 
@@ -138,8 +156,10 @@ Config = (
     | DeepSeekConfig
     | GroupedConfig
     | OlmoeConfig
+    | Llama4Config
     | GptOssConfig
     | KimiLinearConfig
+    | Lfm2MoeConfig
     | Qwen35Config
     | Gemma4Config
     | WindowedConfig
@@ -155,20 +175,22 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "glm4_moe": (GroupedConfig, _GLM, 5),
     "olmoe": (OlmoeConfig, _OLMOE, 6),
     "gpt_oss": (GptOssConfig, _GPT_OSS, 6),
+    "llama4": (Llama4Config, _LLAMA4, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
+    "lfm2_moe": (Lfm2MoeConfig, _LFM2, 6),
     "gemma4": (Gemma4Config, _GEMMA4, 4),
     "windowed": (WindowedConfig, _WINDOWED, 4),
 }
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
     _FAMILY_SETTINGS[_name] = (_class, _values | _changes, _seed)
-# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and one
-# whose parts are those of others, except those that `WINDOWED_CASES` are for.
+# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and those
+# whose parts are those of others, except the parts that `WINDOWED_CASES` and `STRETCH_CASES` are for.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
-RECURRENT = ("qwen3_5",)
-IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "windowed"))
+RECURRENT = ("qwen3_5", "lfm2_moe")
+IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "llama4", "windowed"))
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
@@ -585,8 +607,11 @@ WINDOWED_CASES = (
     Case("gather", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "sequence", "windowed", "muon"),
 )
 # Cases with recurrent layers: each strategy, rule set, axis of a mesh, order of tokens, remat, optimiser, balance,
-# backend of the delta rule, and way of attention between them on split sequences.
+# backend of the delta rule, and way of attention between them on split sequences. For convolutions: channels,
+# sequences and weights that are split.
 RECURRENT_CASES = (
+    Case("ragged", "ep2_context2_tensor2", "tensor", "full", 2, "batch", "lfm2_moe", "muon", "ring"),
+    Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "sequence", "lfm2_moe", "adamw"),
     Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "qwen3_5"),
     Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "full", 1, "batch", "qwen3_5", "adamw"),
     Case("ragged", "fsdp2_ep2_context2", "cp_as_ep", "dots", 2, "sequence", "qwen3_5", "adamw", "ring"),
@@ -597,6 +622,16 @@ RECURRENT_CASES = (
     Case("dense", "fsdp8", "pure_fsdp", "dots", 1, "sequence", "qwen3_5", "adamw"),
     Case("ring", "fsdp2_ep4", "ep_as_dp", "none", 1, "batch", "qwen3_5"),
     Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "qwen3_5"),
+)
+# Cases with stretches, and with gates on what experts read: each strategy, each order of tokens and way of attention on
+# split sequences, both backends of attention, tokens that devices share, and split widths.
+STRETCH_CASES = (
+    Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "llama4"),
+    Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "llama4", "adamw", "ring", chunks=3),
+    Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "llama4", "muon"),
+    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "none", 2, "batch", "llama4"),
+    Case("dense", "fsdp2_ep2_context2", "cp_as_ep", "full", 1, "batch", "llama4", "sgd", "ring", 1, None, "contiguous"),
+    Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "llama4"),
 )
 # Cases with pipeline stages: each strategy, each family, each other axis of a mesh and each way to gather on 2 and on 4
 # stages, and each remat and update rule, with one chunk and several. What else can interact does so within a stage.
@@ -617,5 +652,6 @@ STAGED_CASES = (
     ),
     Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", pipeline=Circular(4)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "qwen3_5_deep", "adamw", "ring", 1, _TICK),
+    Case("gather", "stage2_ep2_context2", "fsdp_ep", "full", 1, "batch", "lfm2_moe_deep", "sgd", "ring", 1, _TICK),
     Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )

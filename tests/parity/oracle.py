@@ -271,6 +271,7 @@ def run_experts(
     route: Route,
     activation: Activation = silu_gated,
     read: Value | None = None,
+    on_inputs: bool = False,
 ) -> tuple[Value, Routing]:
     """Return the sum over each token's experts of gate * expert(token), and the routing.
 
@@ -280,6 +281,7 @@ def run_experts(
         route: A function that chooses a token's experts from its logits.
         activation: A function of an expert's two products, to each of which its bias is added if there are biases.
         read: What the router reads in place of `x`.
+        on_inputs: Whether gates multiply what experts read in place of their results.
     """
     num_experts = p.shape("router")[2]
 
@@ -294,8 +296,9 @@ def run_experts(
         gates, probabilities = route(logits)
         y = as_value(0)
         for e, gate in gates.items():
-            inner = activation(product(token, "gate", layer, e), product(token, "up", layer, e))
-            y = y + gate * product(inner, "down", layer, e)
+            given, factor = (gate * token, 1) if on_inputs else (token, gate)
+            inner = activation(product(given, "gate", layer, e), product(given, "up", layer, e))
+            y = y + factor * product(inner, "down", layer, e)
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
         routing.z = routing.z + log(exp(logits).sum()) ** 2
@@ -443,6 +446,7 @@ _MATRICES = {"query": "ioo", "key": "ioo", "value": "ioo", "out": "iio", "query_
 _MATRICES |= {"query_up": "imo", "key_up": "imo", "value_up": "imo"}
 _MATRICES |= {f"delta_{name}": "ioo" for name in ("query", "key", "value", "decay_up", "gate", "gate_up")}
 _MATRICES |= {f"delta_{name}": "io" for name in ("decay", "decay_down", "gate_down", "strength")}
+_MATRICES |= {f"convolution_{name}": "io" for name in ("input_gate", "output_gate", "value", "out")}
 _MATRICES |= {"delta_out": "iio", "attention_gate": "ioo"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
 

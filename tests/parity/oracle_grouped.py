@@ -93,6 +93,7 @@ class Grouped(Family):
     score_scale: float | None = None  # the factor of scores; None for the usual one
     embedding_factor: float = 1.0
     logit_cap: float | None = None
+    gates_on_inputs: bool = False
 
     def layers(self, p: TapedParameters, x: Value, at: Coordinates) -> tuple[Value, list[Routing]]:
         """Run each layer: attention, then experts or an MLP."""
@@ -109,6 +110,7 @@ class Grouped(Family):
                     h,
                     lambda logits, bias=bias: self.choice.route(logits, bias, self.experts_per_token),
                     self.activation,
+                    on_inputs=self.gates_on_inputs,
                 )
                 routing.append(of_layer)
                 if "shared_gate" in p.whole:

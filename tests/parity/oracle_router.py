@@ -15,7 +15,7 @@ from tape import Value, exp, total
 class Choice:
     """How a token's experts are chosen, and how its gates follow from the scores.
 
-    Gates that are `renormalised` divide by their sum, or by `least_sum` where that is larger.
+    Gates that are `renormalised` divide by their sum plus `added`, or by `least_sum` where that is larger.
     """
 
     score: Literal["softmax", "sigmoid"]
@@ -25,6 +25,7 @@ class Choice:
     renormalised: bool
     scale: float
     least_sum: float = 0.0
+    added: float = 0.0
 
     def route(self, logits: Value, bias: np.ndarray, count: int) -> tuple[dict[int, Value], Value]:
         """Return the gates of the `count` chosen experts, and the scores of all experts scaled to a sum of 1."""
@@ -35,7 +36,7 @@ class Choice:
             scores = 1 / (1 + exp(-logits))
             probabilities = scores / scores.sum()
         chosen = self._choose(scores.data + bias, count)
-        divisor = total(scores[e] for e in chosen) if self.renormalised else 1
+        divisor = total(scores[e] for e in chosen) + self.added if self.renormalised else 1
         if isinstance(divisor, Value) and float(divisor.data) < self.least_sum:
             divisor = self.least_sum
         return {e: self.scale * (scores[e] / divisor) for e in chosen}, probabilities

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import oracle_convolution
 import oracle_deepseek
 import oracle_delta
 import oracle_grouped
@@ -17,6 +18,7 @@ from compiled import Budget, budget_of
 from cover import LENGTH, OPTIMIZERS, PER_HEAD, ROWS, Balance, Case, Family, batch, config, model
 from oracle_gemma4 import Gemma4, gelu_gated
 from oracle_grouped import Grouped, clamped_swiglu, with_experts
+from oracle_llama4 import Llama4
 from oracle_rope import Rope
 from oracle_router import Choice, softmax
 from oracle_windowed import Windowed
@@ -29,6 +31,8 @@ from moezoo.models import (
     GptOssConfig,
     GroupedConfig,
     KimiLinearConfig,
+    Lfm2MoeConfig,
+    Llama4Config,
     MixtralConfig,
     OlmoeConfig,
     Qwen35Config,
@@ -178,6 +182,7 @@ def parameters_of(family: Family, model: Any) -> oracle.Parameters:
         DeepSeekConfig: oracle_deepseek,
         KimiLinearConfig: oracle_delta,
         Qwen35Config: oracle_delta,
+        Lfm2MoeConfig: oracle_convolution,
     }
     return others.get(type(config(family)), oracle_grouped).parameters_of(model)
 
@@ -245,6 +250,17 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
+    elif isinstance(c, Lfm2MoeConfig):
+        assert c.attention_layers is not None
+        different = {"choice": _choice(c.router), "attends": c.attention_layers}
+        different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
+        return oracle_convolution.Lfm2(**{**common, **different, **_bias(family, balance)})
+    elif isinstance(c, Llama4Config):
+        choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
+        different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}
+        different["query_scale"] = c.query_scale.beta, c.query_scale.length
+        different["rope"] = Rope(c.rope_base, interleaved=True)
+        return Llama4(**{**common, **different})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):
@@ -278,7 +294,7 @@ def _scales(family: Family, balance: Balance) -> np.ndarray:
 def _choice(r: Any) -> Choice:
     """Return the oracle's router for a model's `router` settings."""
     gates = r.gates == "renormalised"
-    return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum)
+    return Choice(r.score, r.groups, r.kept_groups, r.group_score, gates, r.scale, r.least_sum, r.added_to_sum)
 
 
 def _deepseek(c: DeepSeekConfig | KimiLinearConfig, losses: oracle.Losses, bias: np.ndarray | None) -> oracle.Family:

@@ -28,6 +28,7 @@ from cover import (
     FAMILIES,
     LAYERS,
     RECURRENT_CASES,
+    STRETCH_CASES,
     UNUSED,
     WINDOWED_CASES,
     Case,
@@ -67,7 +68,7 @@ class Errors(NamedTuple):
 
 
 # Those that have a choice bias.
-BIASED = ("deepseek", "glm4_moe", "kimi_linear", "windowed")
+BIASED = ("deepseek", "glm4_moe", "kimi_linear", "lfm2_moe", "windowed")
 
 
 def compare_with_oracle(case: Case) -> Errors:
@@ -125,8 +126,9 @@ def tolerance_of(case: Case) -> float:
     [
         *cover(),
         *EXTRA_CASES[:-1],
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 8)) for at, case in enumerate(RECURRENT_CASES)),
         *WINDOWED_CASES,
-        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 6)) for at, case in enumerate(RECURRENT_CASES)),
+        *(pytest.param(case, marks=[pytest.mark.weekly] * (at > 3)) for at, case in enumerate(STRETCH_CASES)),
         pytest.param(EXTRA_CASES[-1], marks=pytest.mark.newer),
     ],
     ids=str,
@@ -241,7 +243,9 @@ def test_every_array_except_the_choice_bias_is_trained_and_compared(family):
     parameters, buffers = eqx.partition(tiny, trainable_mask(tiny))
     assert sum(x.size for x in parameters_of(family, tiny).values()) == sum(x.size for x in jax.tree.leaves(parameters))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(buffers)]
-    stacks = {"kimi_linear": (1, 2), "windowed": (0, 1)}.get(family, (1,)) if family in BIASED else ()
+    stacks = (
+        {"kimi_linear": (1, 2), "lfm2_moe": (1, 2), "windowed": (0, 1)}.get(family, (1,)) if family in BIASED else ()
+    )
     wanted = [f".stacks[{stack}].blocks[0].feed_forward.router.choice_bias" for stack in stacks]
     if family == "gemma4":  # the number that a layer ends in
         wanted = [f".stacks[{stack}].blocks[0].scale" for stack in range(2)]

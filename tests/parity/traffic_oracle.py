@@ -77,13 +77,15 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
         for block in period:
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
             mixes = part("layers/attention", phases, times)
-            if "attention.strength" in block.shapes:
-                chunks = rows * (2 if balanced else 1)  # of a device
+            chunks = rows * (2 if balanced else 1)  # of a device
+            if "attention.filters" in block.shapes:
+                gated_convolution(mixes, run, block.shapes, tokens, chunks)
+            elif "attention.strength" in block.shapes:
                 delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
                 attention(mixes, run, block.shapes, trains, tokens, hops)
-            feed_forward(part("layers/feed_forward", phases, times), run, block.shapes, trains, tokens, sizes)
+            feed_forward(part("layers/feed_forward", phases, times), run, block, trains, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
     logits(part("head", "FB"), run, tokens, sizes, learns, any(a.learns for a in final if a.role == "scale"))
@@ -175,8 +177,8 @@ class Array(NamedTuple):
 
 
 def like(logical: str) -> str:
-    """Return the logical axis that the rules name for another one: heads of recurrent layers are split as heads."""
-    return "heads" if logical in ("key_heads", "value_heads") else logical
+    """Return the logical axis that the rules name for another one: recurrent layers split their own axes as heads."""
+    return "heads" if logical in ("key_heads", "value_heads", "channels") else logical
 
 
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
@@ -234,7 +236,8 @@ class Block(NamedTuple):
 
     stack: str  # path of the stack
     path: str
-    window: int | None  # the tokens that a query sees; None for all
+    window: int | None  # the tokens that a query sees, at most; None for all
+    on_inputs: bool  # whether gates multiply what experts read
     shapes: Shapes
 
 
@@ -245,7 +248,10 @@ def find_blocks(model: Any) -> list[Block]:
         if at := re.match(r"(\.stacks\[(\d+)\])\.blocks\[(\d+)\]\.", path):
             if not found or found[-1].path != at[0]:
                 block = model.stacks[int(at[2])].blocks[int(at[3])]
-                found.append(Block(at[1], at[0], getattr(block.attention, "window", None), {}))
+                window = getattr(block.attention, "window", None)
+                most = getattr(window, "length", window)  # of a stretch, or of a window
+                on_inputs = getattr(block.feed_forward, "gates_on", "") == "inputs"
+                found.append(Block(at[1], at[0], most, on_inputs, {}))
             found[-1].shapes[path.removeprefix(at[0])] = shape[1:]
     return found
 
@@ -306,6 +312,14 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
         travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
 
 
+def gated_convolution(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
+    """Book sums over devices that share channels, and the last inputs of filters, as `delta_rule` does."""
+    heads, (taps, channels) = run.kept("heads"), shapes["attention.filters"]
+    for phases in ("FR", "B"):  # the results of all channels, and the gradient of what enters them
+        book(phases, "psum", heads, tokens * channels, run.width)
+    travels(book, run, chunks * (taps - 1) * channels // run.ways(heads), run.width)
+
+
 def travels(book: Book, run: Run, numbers: int, width: int) -> None:
     """Book that each device gets `numbers` of each other device that shares its sequences."""
     book("FR", "all_gather", run.sequence, numbers, width)
@@ -321,8 +335,9 @@ def count_hops(run: Run, length: int, window: int | None) -> int:
 # MLPs and experts: docs/appendix/collectives.md, "Over tensor"; docs/dispatch.md, "What each one moves"
 
 
-def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, sizes: Any) -> None:
+def feed_forward(book: Book, run: Run, block: Block, trains: set[str], tokens: int, sizes: Any) -> None:
     """Book the sums over devices that share a width, and the exchange of tokens between experts."""
+    shapes, k = block.shapes, sizes.experts_per_token
     width, normed = run.kept("mlp"), "after_feed_forward_norm.scale" in shapes
     if "feed_forward.shared.token_gate" in trains:  # whole
         book("B", "psum", width, sizes.embed, run.reduce_width)
@@ -332,20 +347,24 @@ def feed_forward(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens:
     book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width, parts)
     book("B", "psum", width, tokens * sizes.embed, run.width, parts)  # the gradient of tokens
     if "feed_forward.router.weight" in shapes:
-        book("B", "psum", width, tokens * sizes.experts_per_token, FLOAT32)  # the gradient of gates
+        book("B", "psum", width, tokens * k, FLOAT32)  # the gradient of gates
+        if block.on_inputs:  # each expert of a token reads a copy, whose gate is 1
+            tokens, k = tokens * k, 1
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        drops = [exchange(book, run, end - start, sizes, normed) for start, end in pairwise(ends)]
+        learns = not block.on_inputs
+        drops = [exchange(book, run, end - start, k, learns, sizes, normed) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> bool:
+def exchange(book: Book, run: Run, tokens: int, k: int, learns: bool, sizes: Any, normed: bool) -> bool:
     """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
 
-    `normed`: whether a norm reads the results, which it needs again for its gradient.
+    `k`: the experts of a token; `learns`: whether gates that travel have a gradient. `normed`: whether a norm reads the
+    results, which it needs again for its gradient.
     """
     results = "FR" if normed else "F"
-    group, devices, k, embed = run.experts, run.ways(run.experts), sizes.experts_per_token, sizes.embed
+    group, devices, embed = run.experts, run.ways(run.experts), sizes.embed
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
         tokens = -(-tokens // devices)
@@ -363,7 +382,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> boo
         book("FR", "all_gather", group, tokens * 2 * k, FLOAT32)  # experts and gates
         book(results, "reduce_scatter", group, devices * tokens * embed, run.width)  # partial sums
         book("B", "all_gather", group, tokens * embed, run.width)  # the gradients of these three
-        book("B", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
+        book("B" if learns else "", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
     elif run.name == "ragged":
         book("FR", "all_gather", group, sizes.experts, INT32)  # rows for each expert
@@ -374,7 +393,7 @@ def exchange(book: Book, run: Run, tokens: int, sizes: Any, normed: bool) -> boo
         book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)
         book("B", "psum", group, devices * tokens * embed, run.width)  # the gradients of tokens and gates
-        book("B", "psum", group, devices * tokens * k, FLOAT32)
+        book("B" if learns else "", "psum", group, devices * tokens * k, FLOAT32)
     return drops
 
 

@@ -136,19 +136,25 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     import torch
 
     records: dict[str, ModuleRecord] = {}
+    outer = getattr(model, "model", None)
 
     def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
         first = positional[0] if positional else named.get("hidden_states")
         before, after = None if first is None else _array(first), _output(output)
         if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
             before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
+        if name.endswith(".experts") and len(after) > tokens.size:  # rows of Llama 4, for each expert and token
+            after = after.reshape(-1, tokens.size, after.shape[-1]).sum(0)
         records[name] = ModuleRecord(before, after)
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for name in names:
             inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
-            if hasattr(model.model, "language_model"):  # a model for images
+            # Of a model for images: Llama 4 has its text model with its head beside what is for images.
+            if hasattr(outer, "language_model"):
                 inside = re.sub(r"^model\.", "model.language_model.", inside)
+            elif outer is None:
+                inside = f"language_model.{inside}"
             hook = functools.partial(keep, name)
             hooks.callback(model.get_submodule(inside).register_forward_hook(hook, with_kwargs=True).remove)
         model(torch.tensor(tokens.astype(np.int64)), use_cache=False)

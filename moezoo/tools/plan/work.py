@@ -309,8 +309,7 @@ def _seen(cfg: TrainConfig, model: Any) -> list[float]:
     seen = []
     for stack in model.stacks:
         attends = [block.attention for block in stack.blocks if any(block.attention.head_sizes)]
-        windows = [(mixer.state(cfg.seq_len).num_slots, sum(mixer.head_sizes)) for mixer in attends]
-        seen.append(sum(dims * (w - w * (w - 1) / 2 / cfg.seq_len) for w, dims in windows))
+        seen.append(sum(sum(mixer.head_sizes) * mixer.mean_seen(cfg.seq_len) for mixer in attends))
     return seen
 
 
