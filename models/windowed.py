@@ -118,11 +118,6 @@ class WindowedConfig(GroupedAttentionConfig):
         return self.embed**0.5 if self.embeddings == "scaled" else 1.0
 
     @property
-    def dims_of_a_pair(self) -> int:
-        """`head_dim` for the score and `value_dim` for the value."""
-        return self.head_dim + self.value_dim
-
-    @property
     def variant(self) -> str:
         """The `model_type`."""
         return self.model_type

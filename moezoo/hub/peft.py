@@ -20,7 +20,7 @@ _TOGETHER: Mapping[str, tuple[str, str, str]] = {
 # The types whose experts it does not put together, with the modules that transformers names in another way.
 _APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None}
 _APART |= {"kimi_linear": None, "lfm2_moe": None, "qwen3_5_moe_text": None, "gemma4_text": None}
-_APART |= {"llama4_text": None, "mimo_v2_flash": None, "sarvam_moe": ".attention."}
+_APART |= {"llama4_text": None, "mimo_v2_flash": None, "qwen2_moe": None, "sarvam_moe": ".attention."}
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 

@@ -11,6 +11,7 @@ import pytest
 from peer_results import assert_agreement, load, results, results_of_transformers, torch, transformers
 from tiny_models import (
     CONFIGS,
+    QWEN2,
     ROUTER,
     SIGMOID,
     YARN,
@@ -164,7 +165,12 @@ SPELLINGS = {
     ),
     "llama4 other lists": (
         "llama4 no stretches",
-        lambda c: c.update(attention_chunk_size=3, layer_types=["full_attention", "chunked_attention"], moe_layers=[0]),
+        lambda c: c.update(
+            attention_chunk_size=3,
+            layer_types=["full_attention", "chunked_attention"],
+            moe_layers=[1, 7],
+            interleave_moe_layer_step=1,
+        ),
     ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
 }
@@ -182,7 +188,7 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
 
 def test_missing_limits_are_those_of_transformers(save, tmp_path):
     lengths = {"mixtral": 131072, "v2": 2048, "v3": 4096, "qwen3": 32768, "olmoe": 4096, "glm plain": 131072}
-    lengths["llama4"] = 131072
+    lengths |= {"llama4": 131072, "qwen2": 32768}
     lengths |= {"minimax": 196608, "hy": 131072, "dots": 2048, "ernie": 131072, "gpt_oss": 131072}
     for name, length in lengths.items():
         shutil.copytree(save(name).folder, tmp_path / name)
@@ -237,6 +243,13 @@ LEFT_OUT = {
     "qwen3 yarn length": (
         qwen3(yarn=replace(YARN, mscale=0.0, mscale_all=0.0), max_length=64),
         lambda c: c["rope_parameters"].pop("original_max_position_embeddings"),
+    ),
+    "qwen2 defaults": (
+        of_type("qwen2_moe", **QWEN2, attention_bias="inputs", rope_base=1e4, router=Choice(gates="scores")),
+        drop(
+            *("qkv_bias", "use_sliding_window", "sliding_window", "layer_types", "norm_topk_prob", "rope_parameters"),
+            *("rms_norm_eps", "mlp_only_layers", "decoder_sparse_step"),
+        ),
     ),
     "olmoe defaults": (
         olmoe(rope_base=1e4, clip_qkv=None),
@@ -352,3 +365,15 @@ LEFT_OUT = {
 def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
     config, edit = LEFT_OUT[name]
     assert_equal_logits(save, config, edit, tmp_path / "m")
+
+
+def test_stretches_of_packed_documents_begin_with_the_document(save, peer):
+    """As the chunks of transformers do where positions restart, and not where the row does."""
+    name = "llama4 two experts"  # without the factor on queries, which transformers counts from the start of rows
+    model, positions = save(name).model, np.array([[*range(9), *range(7)]] * 2, np.int32)
+    segments = np.array([[1] * 9 + [2] * 7] * 2, np.int32)
+    ids, at = (torch.tensor(x.astype(np.int64)) for x in (TOKENS, positions))
+    with torch.no_grad():
+        wanted = peer(name)(ids, position_ids=at, use_cache=False)  # with a cache nothing is packed
+    found = jax.jit(lambda model: model(TOKENS, segments=segments, positions=positions).logits)(model)
+    np.testing.assert_allclose(found, wanted.logits, rtol=0, atol=1e-4)

@@ -185,12 +185,12 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
 for _name, (_family, _changes, _seed) in _DEEP.items():
     _class, _values, _ = _FAMILY_SETTINGS[_family]
     _FAMILY_SETTINGS[_name] = (_class, _values | _changes, _seed)
-# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and those
-# whose parts are those of others, except the parts that `WINDOWED_CASES` and `STRETCH_CASES` are for.
+# Every family of moezoo. The product has all but those with recurrent layers, which have `RECURRENT_CASES`, and two
+# whose parts are those of others, except those that `WINDOWED_CASES` and `STRETCH_CASES` are for.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
 RECURRENT = ("qwen3_5", "lfm2_moe")
-IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "llama4", "windowed"))
+IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "windowed", "llama4"))
 
 
 def config(family: Family = "mixtral", balance: Balance = "batch", **changes: Any) -> Config:
@@ -629,7 +629,7 @@ STRETCH_CASES = (
     Case("gather", "single", "fsdp_ep", "full", 2, "sequence", "llama4"),
     Case("ring", "fsdp2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "llama4", "adamw", "ring", chunks=3),
     Case("ragged", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "llama4", "muon"),
-    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "none", 2, "batch", "llama4"),
+    Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "full", 2, "batch", "llama4"),
     Case("dense", "fsdp2_ep2_context2", "cp_as_ep", "full", 1, "batch", "llama4", "sgd", "ring", 1, None, "contiguous"),
     Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "llama4"),
 )
