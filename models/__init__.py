@@ -56,7 +56,7 @@ Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_
 Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
 NemotronH = Family("nemotron_h", NemotronHConfig, nemotron_h.kinds, nemotron_h.make_block, nemotron_h_hub.HUB)
 _HYBRIDS = (Qwen35, KimiLinear, Lfm2Moe, NemotronH)
-_FAMILIES = (DeepSeek, Mixtral, Llama4, Olmoe, Grouped, GptOss, *_HYBRIDS, Gemma4, Windowed)
+_FAMILIES = (DeepSeek, Mixtral, Olmoe, Llama4, Grouped, GptOss, *_HYBRIDS, Gemma4, Windowed)
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 

@@ -382,21 +382,21 @@ def feed_forward(book: Book, run: Run, block: Block, trains: set[str], tokens: i
             tokens, k = tokens * k, 1
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        learns, again = not block.on_inputs, normed or "feed_forward.latent.up" in trains
+        learns, reads = not block.on_inputs, normed or "feed_forward.latent.up" in trains
         moved = sizes.experts, shapes["feed_forward.experts.up"][1]
-        drops = [exchange(book, run, end - start, k, learns, *moved, again) for start, end in pairwise(ends)]
+        drops = [exchange(book, run, end - start, k, learns, *moved, reads) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
 def exchange(
-    book: Book, run: Run, tokens: int, k: int, learns: bool, experts: int, embed: int, again: bool
+    book: Book, run: Run, tokens: int, k: int, learns: bool, experts: int, embed: int, reads: bool
 ) -> bool:  # fmt: skip
     """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
 
     `k`: the experts of a token; `learns`: whether gates that travel have a gradient; `embed`: the numbers that experts
-    read of a token. `again`: whether a norm or a matrix reads the results, which it needs again for its gradient.
+    read of a token; `reads`: whether a norm or a matrix reads the results, which it needs again for its gradient.
     """
-    results = "FR" if again else "F"
+    results, again = "FR" if reads else "F", 1 + learns  # gradients of gates need the results again
     group, devices = run.experts, run.ways(run.experts)
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
@@ -419,9 +419,11 @@ def exchange(
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
     elif run.name == "ragged":
         book("FR", "all_gather", group, experts, INT32)  # rows for each expert
-        book("FRB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
+        book("FB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
+        book("R", "ragged_all_to_all", group, rows * embed, run.width, again)
     elif run.name == "capacity":
-        book("FRB", "all_to_all", group, rows * embed, run.width, 2)
+        book("FB", "all_to_all", group, rows * embed, run.width, 2)
+        book("R", "all_to_all", group, rows * embed, run.width, again)
     if replicated:
         book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)
