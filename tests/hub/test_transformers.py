@@ -15,7 +15,9 @@ from tiny_models import (
     ROUTER,
     SIGMOID,
     YARN,
+    afmoe,
     deepseek_v3,
+    exaone,
     gemma4,
     gpt_oss,
     llama4,
@@ -356,6 +358,33 @@ LEFT_OUT = {
         drop(
             *("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "attention_value_scale"),
             *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_bias"),
+        ),
+    ),
+    "exaone defaults": (
+        exaone(layers=4, full_layers=(3,), head_dim=4, rope_base=1e4, router=SIGMOID),
+        drop(
+            *("layer_types", "mlp_layer_types", "first_k_dense_replace", "head_dim", "num_shared_experts"),
+            *("rope_parameters", "rms_norm_eps", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        ),
+    ),
+    "exaone two spellings": (exaone(mlp_layers=(1,)), lambda c: c.update(first_k_dense_replace=3)),
+    "afmoe defaults": (
+        afmoe(
+            layers=4, full_layers=(3,), kv_heads=4, full_kv_heads=4, shared_experts=2, rope_base=1e4, embeddings="plain"
+        ),
+        drop(
+            *("layer_types", "num_dense_layers", "num_key_value_heads", "mup_enabled", "route_scale"),
+            *("num_shared_experts", "rope_parameters", "rms_norm_eps"),
+        ),
+    ),
+    "sarvam defaults": (
+        of_type("sarvam_moe", head_dim=64, mlp_layers=(0,), shared_experts=1, rope_base=8e6, load_balance=0.0),
+        lambda c: (
+            c.update(n_routed_experts=c.pop("num_experts")),
+            drop(
+                *("head_dim", "first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "rms_norm_eps"),
+                *("routed_scaling_factor", "norm_topk_prob", "use_qk_norm", "rope_parameters"),
+            )(c),
         ),
     ),
     "llama4 defaults": (

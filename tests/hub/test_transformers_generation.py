@@ -63,6 +63,7 @@ MORE = (
     "v2",
     "mistral 4 plain",
     "v2 lite, tied",
+    "lfm2 two dense",
 )
 # More of a kind, in which sizes or the layers' order differ; some run on a mesh below.
 WEEKLY = (
