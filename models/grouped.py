@@ -7,16 +7,19 @@
         x = x + attention(norm(x))
         x = x + mlp(norm(x))                                       # layers without experts
         x = x + shared(norm(x)) + sum_k gate_k * expert_k(norm(x)) # layers with experts
+        x = x + sigmoid(w . norm(x)) * shared(norm(x)) + sum_k ... # the same of `qwen2_moe`
     logits = norm(x) @ unembedding                                 # [B, S, vocab]
 
 B batch, S sequence, d `embed`. A token chooses the best K = `experts_per_token` of `experts` experts, by the rules of
-`router`; `shared` is an MLP as wide as `shared_experts` experts. The unembedding is a matrix of its own or, with
-`tied_embeddings`, the embedding's transpose.
+`router`; `shared` is an MLP as wide as `shared_experts` experts, or one of width `shared_mlp` with a gate of one number
+per token. The unembedding is a matrix of its own or, with `tied_embeddings`, the embedding's transpose.
 
 | `model_type` | norms of queries and keys | rotated | biases | router | shared experts |
 |---|---|---|---|---|---|
 | `qwen3_moe` (Yang et al., 2025, arXiv:2505.09388) | each head | all | none or all | softmax | none |
+| `qwen2_moe` (Yang et al., 2024, arXiv:2407.10671) | none | all | none or inputs | softmax | one, with a gate |
 | `glm4_moe` (GLM-4.5 Team, 2025, arXiv:2508.06471) | each head or none | a share | none or inputs | sigmoid | yes |
+| `sarvam_moe` (Sarvam AI, 2026) | each head or none | all | none | sigmoid | yes |
 | `minimax_m2` (MiniMax, 2025) | whole projection | a share | none | sigmoid | none |
 | `hy_v3` (Tencent, 2026, Hunyuan 3) | each head | all | none or all | sigmoid | yes |
 | `dots1` (rednote-hilab, 2025, arXiv:2506.05767) | each head | all | none or all | sigmoid | yes |
@@ -41,6 +44,8 @@ from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rotary import Pairs, Rotary, Yarn
 from moezoo.typed import AtMost, Count, Even, Size
 
+Type = Literal["qwen3_moe", "qwen2_moe", "glm4_moe", "sarvam_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"]
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConfig(GroupedAttentionConfig):
@@ -52,6 +57,7 @@ class GroupedConfig(GroupedAttentionConfig):
     | `moe_every`, `mlp_layers` | layer i has experts if `moe_every` divides i + 1 and `mlp_layers` does not name i |
     | `mlp` | width of the MLP in layers without experts |
     | `shared_experts` | width of the shared MLP, in experts; 0 for none |
+    | `shared_mlp` | width of a shared MLP that a gate of one number per token multiplies; 0 for none |
     | `router` | how experts are chosen and gates computed |
     | `norm_over` | what the norms of queries and keys are over; `nothing` for no norms |
     | `attention_bias` | which projections of attention have biases; `inputs` are those to queries, keys and values |
@@ -63,9 +69,10 @@ class GroupedConfig(GroupedAttentionConfig):
     `moezoo.models.config` describes the others.
     """
 
-    model_type: Literal["qwen3_moe", "glm4_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"] = "qwen3_moe"
+    model_type: Type = "qwen3_moe"
     mlp: Size = 512
     shared_experts: Count = 0
+    shared_mlp: Count = 0
     moe_every: Size = 1
     mlp_layers: tuple[int, ...] = ()
     router: Choice = dataclasses.field(default_factory=Choice)
@@ -84,6 +91,11 @@ class GroupedConfig(GroupedAttentionConfig):
         super().__post_init__()
         self.router.check(self.experts, self.experts_per_token)
         check_layers(self, "mlp_layers")
+        if self.shared_experts and self.shared_mlp:
+            raise UserError(
+                f"model.shared_experts={self.shared_experts} and model.shared_mlp={self.shared_mlp} are two shared "
+                "MLPs, and a layer has one; set one of them to 0"
+            )
         if "moe" not in kinds(self)[0]:
             raise UserError(
                 f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
@@ -115,4 +127,5 @@ def make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, 
     attention = grouped_attention(c, dtype, first, rotary=rotary, **options)
     if kind == "mlp":
         return block(c, dtype, attention, mlp(c, dtype, others[0], c.mlp))
-    return block(c, dtype, attention, mixture(c, dtype, others, c.router, shared=c.shared_experts * c.expert_mlp))
+    shared = {"shared": c.shared_mlp or c.shared_experts * c.expert_mlp, "shared_gated": c.shared_mlp > 0}
+    return block(c, dtype, attention, mixture(c, dtype, others, c.router, **shared))

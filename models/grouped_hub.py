@@ -9,10 +9,10 @@ What differs most is where the types keep which layers have an MLP instead of ex
 
 | key in config.json | types |
 |---|---|
-| `decoder_sparse_step`, `mlp_only_layers` | Qwen3-MoE |
+| `decoder_sparse_step`, `mlp_only_layers` | Qwen3-MoE, Qwen2-MoE |
 | `mlp_layer_types` | Hunyuan 3 |
 | `moe_layer_interval` and two more | ERNIE 4.5 |
-| `first_k_dense_replace` | GLM, dots.llm1 |
+| `first_k_dense_replace` | GLM, Sarvam, dots.llm1 |
 """
 
 import operator
@@ -37,13 +37,29 @@ from moezoo.models.hub import (
     head_dim,
     required,
 )
-from moezoo.models.names import BLOCK_SPARSE, DENSE, MLP, MOE, SWIGLU, USUAL, change, rows
+from moezoo.models.names import (
+    ATTENTION,
+    BLOCK_SPARSE,
+    DENSE,
+    GATED_SHARED,
+    LAYER,
+    MLP,
+    MOE,
+    SWIGLU,
+    USUAL,
+    change,
+    layers,
+    rows,
+)
 from moezoo.nn.rotary import Yarn
 from moezoo.typed import show
 
 _ABOUT = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
+    "qwen3_vl_moe_text": "as qwen3_moe; the text part of Qwen3-VL, which folders have inside a `qwen3_vl_moe`",
+    "qwen2_moe": "biases of queries, keys and values, softmax router, a shared MLP with a gate; Qwen1.5-MoE, Qwen2-MoE",
     "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
+    "sarvam_moe": "as glm4_moe with whole heads rotated, queries, keys and values in one tensor; Sarvam-30B",
     "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
     "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
@@ -197,12 +213,33 @@ def _read_window_by_layer(config: ConfigJson, found: Found, full: int = 62) -> F
     if types is None:
         full = layers if window is None else min(layers, first or 0)
         types = ("full_attention",) * full + ("sliding_attention",) * (layers - full)
+    return _one_window(window, types, first)
+
+
+def _one_window(window: int | None, types: Sequence[str], first: int | None) -> Found:
+    """Return the window of all layers, or none. Raises `UserError` where some of these `types` have it."""
     if len({*types}) > 1:
         raise UserError(
             f"config.json: layer_types={show(list(types))[:80]} or max_window_layers={first}: this family supports "
-            f"only one window for all {layers} layers; load a folder with sliding_window=null"
+            f"only one window for all {len(types)} layers; load a folder with sliding_window=null"
         )
     return {"window": window if types[0] == "sliding_attention" else None}
+
+
+def _read_window_of_qwen2(config: ConfigJson, found: Found) -> Found:
+    """Read the window of Qwen2-MoE, which every other layer has where no key lists them."""
+    used, layers = config.read("use_sliding_window", bool, False), range(found["layers"])
+    # transformers 5 writes 0 where there is none.
+    window = config.read("sliding_window", int if used else int | None, 4096, least=int(used))
+    first = config.read("max_window_layers", int, 28, least=0)
+    types = config.read_layer_types(("full_attention", "sliding_attention"), len(layers))
+    if types is None:
+        types = ["sliding_attention" if used and i < first and i % 2 == 0 else "full_attention" for i in layers]
+    if not used and "sliding_attention" in types:
+        raise UserError(
+            "config.json: layer_types names sliding_attention, and use_sliding_window=false; correct the wrong one"
+        )
+    return _one_window(window, types, first)
 
 
 def _read_window_of_qwen3(config: ConfigJson, found: Found) -> Found:
@@ -221,6 +258,11 @@ def _write_window_by_layer(c: GroupedConfig) -> Mapping[str, Any]:
 _WINDOW = Part(
     _read_window,
     lambda c: {"use_sliding_window": c.window is not None, "sliding_window": c.window},
+    {"window": "sliding_window"},
+)
+_WINDOW_OF_QWEN2 = Part(
+    _read_window_of_qwen2,
+    lambda c: {"use_sliding_window": c.window is not None, **_write_window_by_layer(c)},
     {"window": "sliding_window"},
 )
 _WINDOW_BY_LAYER = Part(_read_window_by_layer, _write_window_by_layer, {"window": "sliding_window"})
@@ -254,6 +296,20 @@ def _like_deepseek_v3(max_length: int, shared: Any = REQUIRED, null: Any = REQUI
     }
 
 
+_SARVAM_ATTENTION = f"{LAYER}attention."
+_SARVAM = change(
+    USUAL,
+    *rows("", "model.", "embedding.weight=word_embeddings.weight"),
+    *rows("attention.", _SARVAM_ATTENTION, "query+key+value=query_key_value.weight", "flat"),
+    *rows(
+        "attention.",
+        _SARVAM_ATTENTION,
+        "out=dense.weight query_norm.scale=query_layernorm.weight key_norm.scale=key_layernorm.weight",
+    ),
+    *rows(f"{MOE}router.", f"{MLP}gate.", "choice_bias=expert_bias"),
+)
+# Queries, keys and values have no tensors of their own.
+_SARVAM = tuple(row for row in _SARVAM if row.name not in {f"{ATTENTION}{x}_proj.weight" for x in "qkv"})
 # Settings without a key are those of Qwen3-MoE, which are the defaults, or `fixed`.
 _TYPES = {
     "qwen3_moe": ModelType(
@@ -265,6 +321,43 @@ _TYPES = {
         # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
         {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
         | {"max_window_layers": (0,)},
+    ),
+    # Positions of texts are equal in all parts of `mrope_section`, so rotation is the usual one.
+    "qwen3_vl_moe_text": ModelType(
+        "Qwen3Moe",
+        common(128000, norm_eps=1e-6)
+        | {
+            "model_type": fixed({"model_type": "qwen3_moe"}),
+            "kv_heads": Key("num_key_value_heads", 16, null=lambda found: found["heads"]),
+            "mlp": Key("intermediate_size", 5632),
+            "expert_mlp": Key("moe_intermediate_size", 1408),
+            "experts": Key("num_experts num_local_experts", 60),
+        }
+        | _LOSS
+        | _BIAS
+        | BY_LIST,
+        heads_and_rope(5e5, others=("mrope_section", "mrope_interleaved")),
+        USUAL,
+        {"norm_topk_prob": (True,), "use_sliding_window": (False,), "sliding_window": ()},
+        "max_window_layers",
+    ),
+    "qwen2_moe": ModelType(
+        "Qwen2Moe",
+        common(32768, norm_eps=1e-6)
+        | {
+            "kv_heads": Key("num_key_value_heads", 16),
+            "mlp": Key("intermediate_size", 5632),
+            "expert_mlp": Key("moe_intermediate_size", 1408),
+            "shared_mlp": Key("shared_expert_intermediate_size", 5632),
+            "experts": Key("num_experts", 60),
+            "attention_bias": Key("qkv_bias", True, words=("none", "inputs")),
+            "fixed": fixed({"norm_over": "nothing"}),
+        }
+        | _LOSS
+        | _GATES
+        | BY_LIST,
+        heads_and_rope() | {"window": _WINDOW_OF_QWEN2},
+        layers(feed_forward=GATED_SHARED),
     ),
     "glm4_moe": ModelType(
         "Glm4Moe",
@@ -279,6 +372,29 @@ _TYPES = {
         heads_and_rope(share=0.5) | {"mtp": fixed(num_nextn_predict_layers=0)},
         USUAL,
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        _MTP,
+    ),
+    "sarvam_moe": ModelType(
+        "SarvamMoE",
+        _like_deepseek_v3(131072)
+        | common(131072, 0.006, 1e-6)
+        | {
+            "kv_heads": Key("num_key_value_heads", 4),
+            "mlp": Key("intermediate_size", 8192),
+            "expert_mlp": Key("moe_intermediate_size", 1024),
+            "experts": Key("num_experts n_routed_experts num_local_experts", 128),
+            "experts_per_token": Key("num_experts_per_tok", 6),
+            "shared_experts": Key("num_shared_experts n_shared_experts", 1),
+            "router.scale": Key("routed_scaling_factor", 2.5),
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+            "norm_over": Key("use_qk_norm", True, words=("nothing", "head")),
+            "loss": fixed({"load_balance": 0.0}),
+        }
+        | _first_have_mlps(1),
+        heads_and_rope(8e6, 64, 1.0),
+        _SARVAM,
+        {"scoring_func": ("sigmoid",), "score_function": ("sigmoid",), "topk_method": ("noaux_tc",)}
+        | {"use_qkv_bias": (False,), "attention_bias": (False,)},  # joined biases have no layout here
         _MTP,
     ),
     "minimax_m2": ModelType(
@@ -410,9 +526,10 @@ def check_same(
 
 def _check(config: GroupedConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` where the folder of a configuration would describe another model."""
-    shared = _TYPES[config.model_type].settings.get("shared_experts")
-    if isinstance(shared, Key) and shared.least > config.shared_experts:
-        raise UserError(f"model.shared_experts=0: {config.model_type} in transformers always has some; set at least 1")
+    for name in ("shared_experts", "shared_mlp"):
+        shared = _TYPES[config.model_type].settings.get(name)
+        if isinstance(shared, Key) and shared.least > getattr(config, name):
+            raise UserError(f"model.{name}=0: {config.model_type} in transformers always has some; set at least 1")
     check_same(HUB, kinds, config, mapping)
 
 

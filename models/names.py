@@ -87,6 +87,12 @@ FEED_FORWARD = (
     *rows(f"{MOE}experts.", f"{MLP}experts.{{expert}}.", SWIGLU),
     *rows(f"{MOE}shared.", f"{MLP}shared_experts.", SWIGLU),
 )
+# The same, with a shared MLP that a gate of one number per token multiplies.
+GATED_SHARED = change(
+    FEED_FORWARD,
+    *rows(f"{MOE}shared.", f"{MLP}shared_expert.", SWIGLU),
+    *rows(f"{MOE}shared.", MLP, "token_gate=shared_expert_gate.weight"),
+)
 
 
 def layers(

@@ -17,7 +17,7 @@ from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson
 from moezoo.models.grouped_hub import BY_LIST, check_same, heads_and_rope
 from moezoo.models.hub import Found, Hub, Key, ModelType, Part, Settings, common, fixed
-from moezoo.models.names import ATTENTION, FEED_FORWARD, MLP, MOE, SWIGLU, Rows, change, layers, rows
+from moezoo.models.names import ATTENTION, GATED_SHARED, Rows, layers, rows
 from moezoo.models.qwen3_5 import Qwen35Config, kinds
 from moezoo.typed import show
 
@@ -49,11 +49,6 @@ _NEXT = (
 _APART = (
     *rows(*_DELTA, "query+key+value=in_proj_qkv.weight", "flat", beside="strength"),
     *rows(*_DELTA, "gate.weight=in_proj_z.weight strength=in_proj_b.weight decay.weight=in_proj_a.weight"),
-)
-_EXPERTS = change(
-    FEED_FORWARD,
-    *rows(f"{MOE}shared.", f"{MLP}shared_expert.", SWIGLU),
-    *rows(f"{MOE}shared.", MLP, "token_gate=shared_expert_gate.weight"),
 )
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -100,7 +95,7 @@ def _type(architecture: str, model_type: str, delta: Rows, settings: Settings, o
     # Positions in pictures, which are equal in texts, and further layers, which are not loaded.
     further = heads_and_rope(size=256, share=0.25, others=("mrope_section", "mrope_interleaved"))
     unread = "mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype intermediate_size"
-    return ModelType(architecture, both | settings, further, layers((*_EITHER, *delta), _EXPERTS), only, unread)
+    return ModelType(architecture, both | settings, further, layers((*_EITHER, *delta), GATED_SHARED), only, unread)
 
 
 _GATED: Mapping[str, Any] = {"attn_output_gate": (True,), "use_sliding_window": (False,)}

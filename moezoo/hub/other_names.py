@@ -86,6 +86,7 @@ NESTED = {
         "boa_token_id eoa_token_id eoa_token_index initializer_range vision_soft_tokens_per_image",
         tied=True,
     ),
+    "qwen3_vl_moe": Outer((BESIDE, INSIDE), ("visual.",), _FOR_IMAGES),
     "llama4": Outer(
         (INSIDE,),
         ("vision_model.", "multi_modal_projector."),
@@ -193,7 +194,8 @@ class Form(NamedTuple):
     """Rows in place of those of the same arrays in a family. They hold where a folder has all of these and no other.
 
     `shapes`: the dimensions of each tensor, where they tell this form from a later one with the same names: E experts,
-    d the width of the model, I that of an expert.
+    d the width of the model, I that of an expert. At most one tensor may have the same shape in both: of gate and up
+    d = 2I leaves it open, of down d = I.
     """
 
     by: str

@@ -54,6 +54,7 @@ def adapt(save: Any, name: str, targets: tuple[str, ...], tmp_path: Path) -> tup
 READ = {
     "mixtral": ("attention", "experts"),
     "qwen3": ("attention", "experts"),
+    "qwen2": ("attention", "shared", "mlp"),
     "olmoe": ("attention", "*.experts.down"),
     "v3": ("attention", "experts"),
     "glm": ("attention", "experts", "*.router.weight"),
@@ -61,6 +62,8 @@ READ = {
     "lfm2": ("attention", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
     "llama4": ("attention", "shared"),
+    "mimo": ("attention", "mlp"),
+    "exaone": ("attention", "experts"),
 }
 
 
@@ -145,9 +148,13 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("olmoe", ("*.experts.gate",), "Cannot convert"),
         ("gpt_oss", ("experts",), "not found in the base model"),
         ("qwen3.5", ("experts",), "not found in the base model"),
+        ("qwen2", ("experts",), "not found in the base model"),
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
         ("lfm2", ("experts",), "not found in the base model"),
+        ("mimo", ("experts",), "not found in the base model"),
+        ("sarvam", ("attention",), "not found in the base model"),
+        ("afmoe", ("attention",), "Cannot convert"),
     ],
 )
 def test_what_peft_does_not_read(save, name, targets, outcome, tmp_path):

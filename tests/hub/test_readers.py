@@ -36,6 +36,7 @@ PLAIN: dict[str, Any] = {
     "olmoe": olmoe(),
     "gpt_oss": GPT_OSS,
     "qwen3_moe": qwen3(attention_bias="all"),
+    "qwen2_moe": replace(CONFIGS["qwen2"], head_dim=4),  # the only size that transformers 4.57 has
     "glm4_moe": CONFIGS["glm plain"],
     "dots1": CONFIGS["dots"],
     "ernie4_5_moe": CONFIGS["ernie"],
@@ -47,7 +48,7 @@ PLAIN: dict[str, Any] = {
     "deepseek_v32": deepseek_v3(rope_base=100.0, index_topk=19),
     "glm_moe_dsa": deepseek_v3(rope_base=100.0, index_topk=19, index_pairs="interleaved"),
 }
-IN_4 = [*PLAIN][:9]
+IN_4 = [*PLAIN][:10]
 # Without `mscale` the factor on queries and keys follows from that of YaRN alone. In DeepSeek-V2, transformers 4.57 has
 # no other.
 WITHOUT = replace(YARN, mscale=0.0, mscale_all=0.0)

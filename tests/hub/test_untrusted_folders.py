@@ -57,6 +57,13 @@ _QWEN |= {"bos_token_id": 151643, "decoder_sparse_step": 1, "max_position_embedd
 _QWEN |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
 _QWEN |= {"output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0}
 _QWEN |= {"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936}
+_QWEN3_VL = {"model_type": "qwen3_vl_moe_text", "attention_bias": False, "bos_token_id": 151643, "dtype": "bfloat16"}
+_QWEN3_VL |= {"decoder_sparse_step": 1, "head_dim": 128, "max_position_embeddings": 262144, "mlp_only_layers": []}
+_QWEN3_VL |= {"norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4}
+_QWEN3_VL |= {"rms_norm_eps": 1e-06, "rope_theta": 5000000, "vocab_size": 151936}
+_QWEN2 = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1}
+_QWEN2 |= {"bos_token_id": 151643, "norm_topk_prob": False, "output_router_logits": False, "rms_norm_eps": 1e-06}
+_QWEN2 |= {"rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "use_sliding_window": False, "vocab_size": 151936}
 _OLMOE = {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "clip_qkv": None}
 _OLMOE |= {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8}
 _OLMOE |= {"output_router_logits": False, "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None}
@@ -131,6 +138,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
     | {"num_attention_heads": 64, "max_window_layers": 94, "shared_expert_intermediate_size": 0, "qkv_bias": False}
     | {"use_qk_norm": True},
+    # Of the smaller one as VeOmni has it beside its tests, with the number of layers and of experts that were released.
+    "qwen3_vl_30b_a3b": _QWEN3_VL
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
+    "qwen3_vl_235b_a22b": _QWEN3_VL
+    | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
+    | {"num_attention_heads": 64},
+    "qwen1_5_moe_a2_7b": _QWEN2
+    | {"hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_hidden_layers": 24}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4}
+    | {"max_position_embeddings": 8192, "max_window_layers": 21, "sliding_window": 32768}
+    | {"shared_expert_intermediate_size": 5632},
+    "qwen2_57b_a14b": _QWEN2
+    | {"hidden_size": 3584, "intermediate_size": 18944, "moe_intermediate_size": 2560, "num_hidden_layers": 28}
+    | {"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8}
+    | {"max_position_embeddings": 131072, "max_window_layers": 28, "sliding_window": 131072}
+    | {"shared_expert_intermediate_size": 20480},
     "olmoe_1b_7b": _OLMOE
     | {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16}
     | {"num_key_value_heads": 16, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "vocab_size": 50304},
@@ -259,6 +283,9 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"shared_experts": 1}, ("model.shared_experts=1: a qwen3_moe folder", "read as 0")),
     ("qwen3", {"router": Choice(least_sum=0.1)}, ("model.router.least_sum=0.1: a qwen3_moe folder", "read as 0")),
     ("qwen3", {"model_type": "hy_v3"}, ("model.shared_experts=0: hy_v3", "at least 1")),
+    ("qwen2", {"attention_bias": "all"}, ("model.attention_bias=all: a qwen2_moe folder", "read as inputs")),
+    ("qwen2", {"norm_over": "head"}, ("model.norm_over=head: a qwen2_moe folder", "read as nothing")),
+    ("qwen2", {"shared_mlp": 0}, ("model.shared_mlp=0: qwen2_moe", "at least 1")),
     ("glm", {"attention_bias": "all"}, ("model.attention_bias=all: a glm4_moe folder", "read as inputs")),
     ("glm", {"mlp_layers": (1,)}, ("model.mlp_layers=[1]: a glm4_moe folder", "read as []")),
     ("glm", {"window": 4}, ("model.window=4: a glm4_moe folder", "read as null")),
@@ -266,6 +293,7 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("minimax", {"router": Choice()}, ("model.router.score=softmax: a minimax_m2 folder", "read as sigmoid")),
     ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
+    ("sarvam", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a sarvam_moe folder", "read as none")),
     ("v3", {"router": Choice("sigmoid", choice_bias="learned", least_sum=0.1)}, ("model.router.least_sum=0.1",)),
     (
         "v3",
@@ -273,6 +301,14 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("model.router.added_to_sum=0.1", "only 1e-20"),
     ),
     ("qwen3", {"router": Choice(added_to_sum=0.1)}, ("model.router.added_to_sum=0.1: a qwen3_moe", "read as 1e-20")),
+    ("mimo", {"sinks": "none"}, ("model.sinks=none: mimo_v2_flash in transformers has only windows",)),
+    ("mimo", {"full_kv_heads": 2}, ("model.kv_heads=2: mimo_v2_flash in transformers has only 4",)),
+    ("mimo", {"full_rope_base": None}, ("model.full_rope_base=null: all layers of MiMo-V2-Flash rotate",)),
+    ("mimo", {"attention_bias": "all"}, ("model.attention_bias=all: mimo_v2_flash in transformers has only inputs",)),
+    ("exaone", {"value_dim": 6}, ("model.value_dim=6: exaone_moe in transformers has only 8",)),
+    ("exaone", {"full_rope_base": 9.0}, ("model.full_rope_base=9.0: exaone_moe in transformers has only null",)),
+    ("afmoe", {"norms": "before"}, ("model.norms=before: afmoe in transformers has only around",)),
+    ("afmoe", {"mlp_layers": (1,)}, ("model.mlp_layers=[1]: afmoe in transformers has only []",)),
 ]
 
 
@@ -290,7 +326,7 @@ def test_layers_of_multi_token_prediction_are_not_loaded():
     left = {*further, "model.layers.1.extra"}
     found = hub.find_unused(left, {"model.layers.1.input_layernorm.weight"})
     assert found == dict.fromkeys(further, "multi-token prediction")
-    further = {"model.mtp.layers.0.self_attn.q_proj.weight"}
+    further = {"model.mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.self_attn.q_proj.weight"}
     found = family_of(PLAIN["mimo"]).hub.find_unused({*further, "model.layers.1.extra"}, set())
     assert found == dict.fromkeys(further, "multi-token prediction")
 

@@ -55,6 +55,10 @@ _MODELS = {
     "llama": ("Llama 3.1 8B, 70B and 405B", "Llama 2, 3, 3.2 and 3.3, SmolLM2"),
     "olmoe": ("", "OLMoE"),
     "qwen3_moe": ("Qwen3-30B-A3B and 235B-A22B, also in FP8, Qwen3-Coder-480B-A35B", ""),
+    "qwen3_vl_moe": ("Qwen3-VL-235B-A22B", "Qwen3-VL-30B-A3B"),
+    "qwen3_vl_moe_text": ("the same", ""),
+    "qwen2_moe": ("", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "sarvam_moe": ("", "Sarvam-30B"),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air, 4.6 and 4.7"),
     "minimax_m2": ("MiniMax-M2.5, M2.7", "MiniMax-M2"),
     "hy_v3": ("", "Hunyuan 3"),
@@ -72,6 +76,8 @@ _MODELS = {
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
     "mimo_v2_flash": ("MiMo-V2-Flash", ""),
+    "exaone_moe": ("", "K-EXAONE-236B-A23B"),
+    "afmoe": ("", "Trinity Mini and Nano"),
 }
 _LISTED = """
 ## What is ignored
