@@ -51,7 +51,7 @@ Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen
 Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block, lfm2_moe_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
 Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
-_FAMILIES = (DeepSeek, Mixtral, Llama4, Olmoe, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4, Windowed)
+_FAMILIES = (DeepSeek, Mixtral, Olmoe, Llama4, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4, Windowed)
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 

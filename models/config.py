@@ -1,6 +1,5 @@
 """The contract of a family's configuration: the fields that the library reads."""
 
-import abc
 import dataclasses
 from typing import Annotated, Literal, NamedTuple
 
@@ -40,7 +39,7 @@ def extended(max_length: int, yarn: Yarn) -> Limit:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(abc.ABC):
+class ModelConfig:
     """The settings of a model. A family's configuration is a frozen dataclass with these fields and others.
 
     The defaults are those of a laptop size; a family repeats fields whose default is another.
@@ -126,11 +125,6 @@ class ModelConfig(abc.ABC):
         return None
 
     @property
-    @abc.abstractmethod
-    def dims_of_a_pair(self) -> int:
-        """The multiplications per head for each query and key that see each other: for the score and for the value."""
-
-    @property
     def looked_up(self) -> int:
         """The number of parameters that are in no product: the embedding's, unless it is tied."""
         return 0 if self.tied_embeddings else self.vocab * self.embed
@@ -167,11 +161,6 @@ class GroupedAttentionConfig(ModelConfig):
     kv_heads: Size = 2
     head_dim: Even = 32  # rotary positions turn pairs
     rope_base: Positive = 1e4
-
-    @property
-    def dims_of_a_pair(self) -> int:
-        """`head_dim` for the score and `head_dim` for the value."""
-        return 2 * self.head_dim
 
     def __post_init__(self):
         super().__post_init__()

@@ -104,11 +104,6 @@ class DeepSeekConfig(ModelConfig):
         why = "beyond it DeepSeek's sparse attention would select tokens, which is not built"
         return Limit("model.index_topk", self.index_topk, why)
 
-    @property
-    def dims_of_a_pair(self) -> int:
-        """The two parts of the score, and the value."""
-        return self.nope_dim + self.rope_dim + self.value_dim
-
 
 def kinds(c: DeepSeekConfig) -> list[list[Literal["dense", "moe"]]]:
     """The feed-forward part of each layer, in two runs."""

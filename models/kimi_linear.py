@@ -78,11 +78,6 @@ class KimiLinearConfig(ModelConfig):
             raise UserError(f"model.mlp={self.mlp} must be greater than 0 with model.dense_layers={self.dense_layers}")
         self.router.check(self.experts, self.experts_per_token)
 
-    @property
-    def dims_of_a_pair(self) -> int:
-        """The two parts of the score, and the value."""
-        return self.nope_dim + self.rope_dim + self.value_dim
-
 
 def every_fourth(layers: int) -> tuple[int, ...]:
     """Return the layers with latent attention where no setting names them: every fourth, and the last."""

@@ -82,7 +82,8 @@ def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
 
     They are leading layers, one pattern that repeats, and remaining layers, or no pattern. Leading and remaining layers
     are runs of equal ones, of period 1. One block is compiled for each layer of a period, and the pattern is the
-    shortest with which the cut has the fewest blocks.
+    shortest with which the cut has the fewest blocks. Two equal halves are a pattern even if runs without one are as
+    few blocks, so that each of two pipeline stages can run half of the layers.
     """
     total = len(kinds)
     changes = [0, *accumulate(one != other for one, other in pairwise(kinds))]
@@ -101,6 +102,9 @@ def find_periods(kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
             blocks = count_runs(0, first) + period + count_runs(first + period * periods, total)
             if periods > 1 and blocks < fewest:
                 fewest, pattern = blocks, (first, period, periods)
+    half = total // 2
+    if pattern[2] == 0 and fewest == half and kinds[:half] == kinds[half:]:
+        pattern = (0, half, 2)
     first, period, periods = pattern
     before, after = kinds[:first], kinds[first + period * periods :]
     leading, remaining = ([(1, len([*run])) for _, run in groupby(part)] for part in (before, after))

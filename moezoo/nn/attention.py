@@ -158,8 +158,8 @@ class Attention(Mixer):
             self.gate_bias = None if biases == "none" else jnp.zeros((heads, value_dim), dtype)
         self.rotary, self.norm_over, self.clip, self.window = rotary, norm_over, clip, window
         self.value_epsilon, self.value_scale = norm_eps if norm_values else None, value_scale
-        self.scale = scale
         self.turned_epsilon, self.query_scale = norm_eps if norm_turned else None, query_scale
+        self.scale = scale
 
     def __call__(
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None

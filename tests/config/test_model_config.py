@@ -1,12 +1,11 @@
 """The contract of a family's configuration, for every family."""
 
 import json
-from typing import Any
 
 import pytest
 from refusals import by_table, refused
 
-from moezoo.models import FAMILIES, DeepSeekConfig, MixtralConfig, ModelConfig
+from moezoo.models import FAMILIES, ModelConfig
 from moezoo.typed import types_of
 
 KINDS = [pytest.param(family.config, id=name) for name, family in FAMILIES.items()]
@@ -18,7 +17,6 @@ def test_a_family_has_every_field(kind):
     assert set(ModelConfig.__annotations__) <= set(types_of(kind))
     assert isinstance(kind().window, int | None)
     assert kind().sees_all
-    assert isinstance(kind().dims_of_a_pair, int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,19 +45,3 @@ def test_a_family_has_every_field(kind):
 def test_what_every_family_refuses(kind, fields, line):
     with refused(line):
         kind(**{name: json.loads(value) for name, value in (field.split("=") for field in fields.split())})
-
-
-def test_sizes_that_the_library_reads():
-    assert MixtralConfig(window=3, kv_heads=2, head_dim=8).window == 3
-    assert MixtralConfig(head_dim=8).dims_of_a_pair == 16
-    config = DeepSeekConfig(kv_lora=5, nope_dim=7, rope_dim=4, value_dim=9)
-    assert config.dims_of_a_pair == 20
-
-
-def test_a_family_that_leaves_something_out_cannot_be_made():
-    class Unfinished(ModelConfig):
-        pass
-
-    unfinished: Any = Unfinished
-    with pytest.raises(TypeError, match="dims_of_a_pair"):
-        unfinished()

@@ -16,7 +16,10 @@ def test_every_package_with_experts_has_a_row():
     assert list(packages(Path(transformers.__file__).parent / "models")) == list(MISSING)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4", "llama4", "mimo"])
+NAMES = ("qwen2", "sarvam", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4", "llama4", "mimo", "exaone", "afmoe")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_missing_keys_have_the_values_of_transformers(name):
     """Where a key may be missing at all."""
     keys, changed = keys_of(name), 0
@@ -31,3 +34,15 @@ def test_missing_keys_have_the_values_of_transformers(name):
         assert found == wanted, key
         changed += found != PLAIN[name]
     assert changed > 2
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "next"])
+def test_all_missing_keys_have_the_values_of_transformers(name):
+    """Together, so that values are there which no tiny model can have."""
+    keys, kind = keys_of(name), type(PLAIN[name])
+    theirs = transformers.AutoConfig.for_model(keys["model_type"]).to_dict()
+    known = {key: theirs[key] for key in keys.keys() & theirs.keys()}
+    required = "model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_experts num_experts_per_tok"
+    few, read = {key: known[key] for key in required.split()}, family_of(PLAIN[name]).hub.read
+    assert len(known) > 3 * len(few)
+    assert read(kind, few) == read(kind, known)

@@ -116,6 +116,13 @@ def gemma4(**changes: Any) -> Gemma4Config:
     return Gemma4Config(**{**SMALL, **sizes, **rope, "logit_cap": 3.0, **changes})
 
 
+def llama4(**changes: Any) -> Llama4Config:
+    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
+    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
+    return Llama4Config(**{**SMALL, **sizes, **changes})
+
+
 def mimo(**changes: Any) -> WindowedConfig:
     """Return a tiny MiMo-V2-Flash: of four layers two have a window, and one an MLP."""
     sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
@@ -123,11 +130,17 @@ def mimo(**changes: Any) -> WindowedConfig:
     return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
-def llama4(**changes: Any) -> Llama4Config:
-    """Return a tiny Llama 4 whose second layer does not rotate; texts have four stretches, and factors of queries."""
-    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "stretch": 5, "plain_layers": (1,)}
-    sizes |= {"experts_per_token": 1, "query_scale": CountScale(0.7, 4), "rope_base": 100.0}
-    return Llama4Config(**{**SMALL, **sizes, **changes})
+def exaone(**changes: Any) -> WindowedConfig:
+    """Return a tiny K-EXAONE, whose layers with a window alone rotate."""
+    sizes: dict[str, Any] = {"model_type": "exaone_moe", "value_dim": changes.get("head_dim", 8), "value_scale": 1.0}
+    sizes |= {"full_kv_heads": 2, "rotary_dims": None, "full_rope_base": None, "sinks": "none", "norm_over": "head"}
+    return mimo(**{**sizes, "layers": 3, "full_layers": (1,), "shared_experts": 1, **changes})
+
+
+def afmoe(**changes: Any) -> WindowedConfig:
+    """Return a tiny Trinity, with norms around each part and a gate on attention."""
+    sizes: dict[str, Any] = {"attention_gate": "sigmoid", "norms": "around", "embeddings": "scaled"}
+    return exaone(**{"model_type": "afmoe", **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -176,6 +189,7 @@ CONFIGS = {
     "glm plain": of_type(
         "glm4_moe", norm_over="nothing", rotary_dims=6, shared_experts=1, router=replace(SIGMOID, gates="scores")
     ),
+    "sarvam": of_type("sarvam_moe", router=ROUTER, mlp_layers=(0,), shared_experts=2, load_balance=0.0),
     "minimax": of_type("minimax_m2", norm_over="projection", rotary_dims=4, router=replace(SIGMOID, scale=1.0)),
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
@@ -257,6 +271,20 @@ CONFIGS = {
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
     ),
     "gemma4 no cap": gemma4(full_layers=(0, 1), logit_cap=None, full_head_dim=8, full_kv_heads=2, full_rope_share=1.0),
+    "llama4": llama4(),
+    "llama4 two experts": llama4(
+        layers=3,
+        experts_per_token=2,
+        mlp_layers=(0,),
+        plain_layers=(0,),
+        full_layers=(1,),
+        norm_turned=False,
+        query_scale=CountScale(0.0, 4),
+        attention_bias="all",
+        llama3=Llama3(4.0, 32, 1.0, 1.0),
+        tied_embeddings=True,
+    ),
+    "llama4 no stretches": llama4(stretch=None, moe_every=2),
     "mimo": mimo(),
     "mimo plain, tied": mimo(
         layers=2,
@@ -270,19 +298,17 @@ CONFIGS = {
         router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
-    "llama4": llama4(),
-    "llama4 two experts": llama4(
-        layers=3,
-        experts_per_token=2,
-        mlp_layers=(0,),
-        plain_layers=(0,),
-        full_layers=(1,),
-        norm_turned=False,
-        attention_bias="all",
-        llama3=Llama3(4.0, 32, 1.0, 1.0),
+    "exaone": exaone(shared_experts=2),
+    "exaone groups, tied": exaone(
+        mlp_layers=(1,),
+        full_layers=(0, 2),
+        kv_heads=4,
+        full_kv_heads=4,
+        router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
-    "llama4 no stretches": llama4(stretch=None, moe_every=2, query_scale=CountScale(0.0, 4)),
+    "afmoe": afmoe(shared_experts=2, router=replace(SIGMOID, scale=1.7)),
+    "afmoe plain, tied": afmoe(mlp_layers=(), full_layers=(), embeddings="plain", tied_embeddings=True),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -312,9 +338,11 @@ PLAIN: dict[str, Any] = {
     "next": qwen3_next(),
     "lfm2": lfm2(),
     "gemma4": gemma4(),
-    "mimo": mimo(),
     "llama4": llama4(),
-} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+    "mimo": mimo(),
+    "exaone": exaone(),
+    "afmoe": afmoe(router=SIGMOID),
+} | {name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
 
 
 def keys_of(name: str) -> dict[str, Any]:

@@ -18,6 +18,11 @@ CONFIG = KimiLinearConfig(
 )
 
 
+def chooses(**changes: Any) -> dict[str, Any]:
+    """Return the setting of a router that chooses otherwise."""
+    return {"router": dataclasses.replace(CONFIG.router, **changes)}
+
+
 @pytest.mark.parametrize(
     ("layers", "named", "attends"), [(27, None, [3, 7, 11, 15, 19, 23, 26]), (4, None, [3]), (4, (0, 2), [0, 2])]
 )
@@ -64,8 +69,18 @@ def test_refused(changes, line):
         ({"tied_embeddings": True}, "model.tied_embeddings=true: Kimi Linear in transformers has only false"),
         ({"delta": DeltaSizes(1, 2, 4, 4)}, "model.delta.key_heads=1: Kimi Linear in transformers has only 2"),
         ({"delta": DeltaSizes(2, 2, 4, 3)}, "model.delta.key_dim=4: Kimi Linear in transformers has only 3"),
+        (chooses(score="softmax"), "model.router.score=softmax: Kimi Linear in transformers has only sigmoid"),
+        (chooses(choice_bias="none"), "model.router.choice_bias=none: Kimi Linear in transformers has only learned"),
+        (chooses(groups=2, kept_groups=1, group_score="max"), "model.router.group_score=max: ... only sum_of_top2"),
+        (chooses(least_sum=0.1), "model.router.least_sum=0.1: Kimi Linear in transformers has only 0.0"),
     ],
 )
 def test_no_folder_has(changes, line):
     with refused(line):
         KimiLinear.hub.write(dataclasses.replace(CONFIG, **changes))
+
+
+def test_of_one_group_a_folder_has_any_score():
+    """Nothing is chosen among groups, so their score is no part of what a folder describes."""
+    config = dataclasses.replace(CONFIG, **chooses(group_score="max"))
+    assert KimiLinear.hub.write(config) == KimiLinear.hub.write(CONFIG)

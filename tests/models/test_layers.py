@@ -84,6 +84,11 @@ def test_kinds_are_cut_into_periods():
     assert find_periods("DDDMMMMM") == [(1, 3), (1, 5)]
     assert find_periods("DWAWAWAX") == [(1, 1), (2, 3), (1, 1)]
     assert find_periods("M") == [(1, 1)]
+    # Two equal halves, for two pipeline stages; with more or fewer layers the cut is the one without them.
+    assert find_periods("LLLGLLLG") == [(4, 2)]
+    assert find_periods("LLLGLLLGL") == [(1, 3), (1, 1), (1, 3), (1, 1), (1, 1)]
+    assert find_periods("LLLLLG" * 2) == [(1, 5), (1, 1)] * 2
+    assert find_periods("LLLLLG" * 3) == [(1, 5), (1, 1)] * 3
     # As many layers as a model may have, in less than a second.
     assert find_periods("M" * 10_000) == [(1, 10_000)]
     assert find_periods("LLLLLG" * 1666 + "LLLL") == [(1, 4), (6, 1666)]

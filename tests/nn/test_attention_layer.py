@@ -24,9 +24,9 @@ POSITIONS = np.asarray([[*range(5), *range(4), *range(3)], [*range(8), *range(4)
 AT = Coordinates(jnp.asarray(POSITIONS), jnp.asarray(SEGMENTS))
 
 # Options of a layer: none; norms of each head, biases, and half of the dimensions rotated; norms of whole projections
-# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor; norms
-# after the rotation, and stretches; values that are narrower than keys, and multiplied, and no rotation; a factor on
-# queries.
+# and a bound on all numbers; norms around one, and a gate; values made of keys, normed, and scores with a factor;
+# values that are narrower than keys, and multiplied, and no rotation; norms after the rotation, and stretches; a factor
+# on queries.
 PARTS = {
     "plain": {"rotary": Rotary(HEAD_DIM, 100.0)},
     "head": {"norm_over": "head", "biases": "all", "rotary": Rotary(2, 100.0)},
@@ -56,10 +56,12 @@ def test_equals_a_loop(name):
             together = y.reshape(BATCH, SEQ, -1) if name == "projection" else y
             y = rms_norm(together, np.asarray(norm.scale) + (name == "gate"), 0.1).reshape(y.shape)
         y = np.clip(y, -0.7, 0.7) if name == "projection" else y
-        if not turned or layer.rotary is None:
+        if not turned:
             return y
         if name == "keys":  # of two pairs the first one rotates
             return np.where(np.arange(HEAD_DIM) % 2, y, complex_rotation(y, POSITIONS, 100.0))
+        if layer.rotary is None:
+            return y
         dims = layer.rotary.dims
         y = np.concatenate([complex_rotation(y[..., :dims], POSITIONS, 100.0), y[..., dims:]], axis=-1)
         return rms_norm(y, 1.0, 0.1) if name == "turned" else y

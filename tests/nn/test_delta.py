@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from refusals import refused
 
 from moezoo.nn.cache import Past
-from moezoo.nn.delta import ChannelDecay, DeltaMixer, DeltaSizes, FullGate, HeadDecay, LowRankGate
+from moezoo.nn.delta import Activations, ChannelDecay, DeltaMixer, DeltaSizes, FullGate, HeadDecay, LowRankGate
 from moezoo.nn.positions import make_context
 from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.parallel.context_parallel import Coordinates
@@ -159,6 +159,37 @@ def test_half_precision_layers(name):
     wanted = naive(jax.tree.map(lambda w: np.asarray(w, np.float32), narrow), np.asarray(x, np.float32)[1])
     error = np.abs(np.asarray(found.y, np.float64)[1] - wanted)
     assert error.mean() <= 2**-8 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("name", ["gated", "kimi"])
+def test_what_stays_float32_in_half_precision(name):
+    """Of a document of one token the state is strength k v^T: strengths, norms of keys and gates round as float32 does.
+
+    Products of weights and a unit vector are exact, so nothing else rounds: half precision would err by up to 2^-9.
+    """
+    execution, exact = on_mesh(Execution()), 2.0**-21
+    m: Any = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mixer(name))
+    x, ones = jnp.eye(EMBED, dtype=jnp.bfloat16)[:, None], jnp.ones((EMBED, 1), jnp.int32)
+    context = make_context(Coordinates(0 * ones, ones), execution, "contiguous")
+    wide = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    before = jnp.full((EMBED, m.convolutions[0].reach), -1, jnp.int32)
+
+    def filtered(weight: Any, convolution: Any) -> np.ndarray:
+        old = jnp.zeros((EMBED, convolution.reach, *weight.shape[1:]), jnp.bfloat16)
+        return wide(convolution(weight[:, None], ones, old, before)[:, 0])
+
+    k, v = filtered(m.key, m.convolutions[1]), filtered(m.value, m.convolutions[2])
+    k = np.repeat(k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6), v.shape[1] // k.shape[1], axis=1)
+    written = v / (1 + np.exp(-wide(m.strength)))[..., None]
+    state = jax.jit(lambda m, x: m(x, context, execution).kept[1])(m, x)
+    np.testing.assert_allclose(state, k[..., None] * written[..., None, :], rtol=exact)
+
+    gate = jax.jit(lambda gate, x: gate(Activations(x, x), execution.inner_group("heads"))[:, 0])(m.gate, x)
+    if name == "gated":
+        wanted = silu(wide(m.gate.weight))
+    else:
+        wanted = 1 / (1 + np.exp(-wide(jnp.einsum("dr,rhv->dhv", m.gate.down, m.gate.up))))
+    np.testing.assert_allclose(gate, wanted, rtol=exact)
 
 
 MESHES = {

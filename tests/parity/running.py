@@ -250,17 +250,17 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
-    elif isinstance(c, Lfm2MoeConfig):
-        assert c.attention_layers is not None
-        different = {"choice": _choice(c.router), "attends": c.attention_layers}
-        different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
-        return oracle_convolution.Lfm2(**{**common, **different, **_bias(family, balance)})
     elif isinstance(c, Llama4Config):
         choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
         different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}
         different["query_scale"] = c.query_scale.beta, c.query_scale.length
         different["rope"] = Rope(c.rope_base, interleaved=True)
         return Llama4(**{**common, **different})
+    elif isinstance(c, Lfm2MoeConfig):
+        assert c.attention_layers is not None
+        different = {"choice": _choice(c.router), "attends": c.attention_layers}
+        different["sparse"] = with_experts(c.layers, without=range(c.dense_layers))
+        return oracle_convolution.Lfm2(**{**common, **different, **_bias(family, balance)})
     elif isinstance(c, OlmoeConfig):
         different = {"clip": c.clip_qkv, "choice": _choice(c.router)}
     elif isinstance(c, GptOssConfig):

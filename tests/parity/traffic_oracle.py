@@ -363,7 +363,7 @@ def exchange(book: Book, run: Run, tokens: int, k: int, learns: bool, sizes: Any
     `k`: the experts of a token; `learns`: whether gates that travel have a gradient. `normed`: whether a norm reads the
     results, which it needs again for its gradient.
     """
-    results = "FR" if normed else "F"
+    results, again = "FR" if normed else "F", 1 + learns  # gradients of gates need the results again
     group, devices, embed = run.experts, run.ways(run.experts), sizes.embed
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
@@ -386,9 +386,11 @@ def exchange(book: Book, run: Run, tokens: int, k: int, learns: bool, sizes: Any
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
     elif run.name == "ragged":
         book("FR", "all_gather", group, sizes.experts, INT32)  # rows for each expert
-        book("FRB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
+        book("FB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
+        book("R", "ragged_all_to_all", group, rows * embed, run.width, again)
     elif run.name == "capacity":
-        book("FRB", "all_to_all", group, rows * embed, run.width, 2)
+        book("FB", "all_to_all", group, rows * embed, run.width, 2)
+        book("R", "all_to_all", group, rows * embed, run.width, again)
     if replicated:
         book(results, "all_gather", group, tokens * embed, run.width)  # the results of all shares
         book("F" if drops else "", "psum", group, 1, INT32)

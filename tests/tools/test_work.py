@@ -9,7 +9,7 @@ import pytest
 
 import moezoo
 from moezoo.config.build import blueprint_of
-from moezoo.models import MixtralConfig
+from moezoo.models import DeepSeekConfig, MixtralConfig
 from moezoo.parallel.traces import equations
 from moezoo.tools.calls import CALLS
 from moezoo.tools.cost import communication
@@ -37,6 +37,11 @@ def expert_products(m: Any) -> int:
     return m.experts * m.embed + chosen * 3 * m.embed * m.expert_mlp
 
 
+def dims_of_a_pair(m: Any) -> int:
+    """Return the multiplications per head for each query and key that see each other: for the score and the value."""
+    return m.nope_dim + m.rope_dim + m.value_dim if isinstance(m, DeepSeekConfig) else 2 * m.head_dim
+
+
 def products(m: Any) -> tuple[int, int]:
     """Return the multiplications of a token with the weights of all layers, and with those of the head."""
     experts = expert_products(m)
@@ -56,7 +61,7 @@ def test_flops_by_hand(model, remat):
     words = f"model={model} {STEP} execution.remat={remat}"
     m: Any = moezoo.compose(*words.split()).model
     layers, head = products(m)
-    attention = 2 * PAIRS * m.heads * m.dims_of_a_pair * m.layers
+    attention = 2 * PAIRS * m.heads * dims_of_a_pair(m) * m.layers
     flops = work(words).flops
     assert flops["forward"] == 2 * TOKENS * (layers + head) + attention
     assert flops["backward"] == 2 * flops["forward"]
@@ -96,7 +101,7 @@ def test_flops_are_those_of_the_naive_program(remat, window):
         found[one.phase] += 2 * one.times * numbers
     m: Any = cfg.model
     seen = sum(min(query + 1, window) for query in range(256))
-    unseen = 2 * TOKENS // 256 * (256**2 - seen) * m.heads * m.dims_of_a_pair * m.layers
+    unseen = 2 * TOKENS // 256 * (256**2 - seen) * m.heads * dims_of_a_pair(m) * m.layers
     times = {"forward": 1, "recomputed": remat == "full", "backward": 2, "outside": 0}
     assert work(words).flops == {phase: flops - times[phase] * unseen for phase, flops in found.items()}
 
@@ -138,7 +143,7 @@ def test_backward_pass_ends_where_nothing_is_trained():
     assert sum(part.flops[phase] for phase in ("forward", "outside")) == whole.flops["forward"]
     # One dense layer less, with two of its three products.
     attention = products(m)[0] - products(dataclasses.replace(m, layers=m.layers - 1))[0] - expert_products(m)
-    less = 2 * TOKENS * (attention + 2 * m.embed * m.mlp) + 2 * PAIRS * m.heads * m.dims_of_a_pair
+    less = 2 * TOKENS * (attention + 2 * m.embed * m.mlp) + 2 * PAIRS * m.heads * dims_of_a_pair(m)
     assert part.flops["recomputed"] == whole.flops["recomputed"] - less
     assert part.hbm["saved activations"] == whole.hbm["saved activations"] * (m.layers - 1) / m.layers
     assert part.hbm["update"] < whole.hbm["update"]
@@ -180,7 +185,7 @@ def test_bytes_of_decoding_by_hand(batch_size):
     # All slots are read: prompts of 256 tokens after rounding, and 16 new ones.
     slots = found.hbm["cache"] / (2 * 2 * m.layers * m.kv_heads * m.head_dim) / (batch_size // 8)
     layers, head = products(m)
-    pairs = slots * m.heads * m.dims_of_a_pair * m.layers
+    pairs = slots * m.heads * dims_of_a_pair(m) * m.layers
     assert found.flops["outside"] == 2 * batch_size / 8 * (layers + head + pairs)
 
 
@@ -203,7 +208,7 @@ def test_calls_without_gradients():
     # Prompts are padded to 256 tokens, but queries see keys of 250; and only the last token has logits.
     m: Any = moezoo.compose("model=deepseek").model
     unseen = PAIRS - 2 * 250 * (1 + 250) / 2
-    less = 2 * unseen * m.heads * m.dims_of_a_pair * m.layers + 2 * (TOKENS - 2) * m.embed * m.vocab
+    less = 2 * unseen * m.heads * dims_of_a_pair(m) * m.layers + 2 * (TOKENS - 2) * m.embed * m.vocab
     assert read.flops["outside"] == pytest.approx(forward - less)
     assert read.hbm["cache"] > 0
 
@@ -251,7 +256,7 @@ def test_ticks_without_work_take_time(remat, passes):
     words = f"{STAGES} execution.pipeline.microbatches=4 execution.remat={remat}"
     m: Any = moezoo.compose(*words.split()).model
     layers, head = products(m)
-    staged = (2 * TOKENS * layers + 2 * PAIRS * m.heads * m.dims_of_a_pair * m.layers) * 5 / 4
+    staged = (2 * TOKENS * layers + 2 * PAIRS * m.heads * dims_of_a_pair(m) * m.layers) * 5 / 4
     found = work(words)
     assert found.flops["forward"] == staged + 2 * TOKENS * head
     assert found.flops["backward"] == 2 * found.flops["forward"]
@@ -274,7 +279,7 @@ def test_layers_outside_of_stages_run_once_per_micro_batch():
     assert (m.layers, m.dense_layers) == (8, 1)
     layers, head = products(m)
     part = products(dataclasses.replace(m, layers=2))[0]
-    attention = 2 * PAIRS * m.heads * m.dims_of_a_pair
+    attention = 2 * PAIRS * m.heads * dims_of_a_pair(m)
     in_ticks = 2 * TOKENS * (layers - part) + 6 * attention
     assert work(words).flops["forward"] == in_ticks * 5 / 4 + 2 * TOKENS * (part + head) + 2 * attention
 
@@ -312,13 +317,26 @@ def test_flops_of_recurrent_layers(remat):
     m: Any = cfg.model
     assert m.layers == 4
     (products, recurrence), (rule, back) = hybrid_products(m), of_delta_rule(m)
-    head, pairs = m.embed * m.vocab, 2 * PAIRS * m.heads * m.dims_of_a_pair
+    head, pairs = m.embed * m.vocab, 2 * PAIRS * m.heads * dims_of_a_pair(m)
     found = work(words)
     assert found.flops["forward"] == 2 * TOKENS * (products + head) + pairs + 3 * TOKENS * rule
     assert found.flops["backward"] == 4 * TOKENS * (products + head) + 2 * pairs + 3 * TOKENS * back
     again = 2 * TOKENS * products + pairs + 3 * TOKENS * rule
     assert found.flops["recomputed"] == (again if remat == "full" else 0)
     assert model_flops(cfg) / 8 == found.model_flops == 3 * (2 * TOKENS * (products + head + recurrence) + pairs)
+
+
+def test_flops_of_recurrent_layers_whose_heads_are_split():
+    """Two devices share all products but those of the router and of the shared expert's gate."""
+    words = "model=qwen3_5 mesh.tensor=2 rules={} batch_size=2 seq_len=250 dispatch=gather"
+    m: Any = moezoo.compose(*words.format("tensor").split()).model
+    (products, recurrence), (rule, _) = hybrid_products(m), of_delta_rule(m)
+    head, whole = m.embed * m.vocab, m.layers * m.embed * (m.experts + 1)
+    tokens, chunks, slots, dims = 2 * 250, 2 * 256, 256 + 16, m.heads * dims_of_a_pair(m)
+    forward = tokens * (products + whole + head) + tokens * 251 / 2 * dims + 3 * chunks * rule / 2
+    assert work(words.format("tensor")).flops["forward"] == forward
+    token = products + recurrence + whole + head + slots * dims
+    assert work(words.format("serve"), "decode").flops["outside"] == 2 * token
 
 
 def test_decoding_reads_and_writes_states():
@@ -332,5 +350,5 @@ def test_decoding_reads_and_writes_states():
     assert work(words, "decode").hbm["cache"] == slotted + 2 * 3 * (state + inputs)
     assert work(words, "prefill").hbm["cache"] == slotted + 3 * (state + inputs)
     products, recurrence = hybrid_products(m)
-    pairs = slots * m.heads * m.dims_of_a_pair
+    pairs = slots * m.heads * dims_of_a_pair(m)
     assert work(words, "decode").flops["outside"] == 2 * (products + recurrence + pairs + m.embed * m.vocab)

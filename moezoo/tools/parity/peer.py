@@ -136,7 +136,8 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     import torch
 
     records: dict[str, ModuleRecord] = {}
-    outer = getattr(model, "model", None)
+    # That of Llama 4 for images has its text model with its head, and in transformers 5.24 does not run without images.
+    model = model if hasattr(model, "model") else model.language_model
 
     def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
         first = positional[0] if positional else named.get("hidden_states")
@@ -150,11 +151,8 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for name in names:
             inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
-            # Of a model for images: Llama 4 has its text model with its head beside what is for images.
-            if hasattr(outer, "language_model"):
+            if hasattr(model.model, "language_model"):  # a model for images
                 inside = re.sub(r"^model\.", "model.language_model.", inside)
-            elif outer is None:
-                inside = f"language_model.{inside}"
             hook = functools.partial(keep, name)
             hooks.callback(model.get_submodule(inside).register_forward_hook(hook, with_kwargs=True).remove)
         model(torch.tensor(tokens.astype(np.int64)), use_cache=False)
