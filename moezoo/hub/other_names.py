@@ -29,7 +29,7 @@ from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
 from moezoo.models.config_json import WITHOUT_EFFECT, ConfigJson
 from moezoo.models.hub import Hub
-from moezoo.models.names import ATTENTION, MLP, MOE, SPARSE, SWIGLU, Rows, rows
+from moezoo.models.names import ATTENTION, LAYER, MLP, MOE, SPARSE, SWIGLU, Rows, rows
 from moezoo.nn.rotary import Rotary, frequencies
 from moezoo.typed import show
 
@@ -265,6 +265,8 @@ FORMS = (
         rows("attention.decay.", f"{ATTENTION}forget_gate.", "down=f_a_proj.weight up=f_b_proj.weight bias=dt_bias"),
     ),
     Form("transformers 5, kimi_linear", rows("attention.decay.", f"{ATTENTION}forget_gate.", "rate=A_log", "inner")),
+    # Of the experts of Gemma 4, which it takes out of the tensors of all.
+    Form("ModelOpt, gemma4", rows(f"{MOE}experts.", f"{LAYER}experts.{{expert}}.", SWIGLU)),
     Form("VeOmni", rows(*_EXPERTS, "gate=gate_proj up=up_proj down=down_proj", "of_experts")),
 )
 
