@@ -112,10 +112,9 @@ def _gradients_of_transformers(theirs):
             for e, one in enumerate(gradient):
                 found[name.replace("gate_up_proj", f"{e}.{gate}.weight")] = one[:half]
                 found[name.replace("gate_up_proj", f"{e}.{up}.weight")] = one[half:]
-        elif name.endswith("experts.down_proj"):
-            found |= {
-                name.replace("experts.down_proj", f"experts.{e}.{down}.weight"): g for e, g in enumerate(gradient)
-            }
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):
+            what, mine = ("up_proj", up) if name.endswith("up_proj") else ("down_proj", down)
+            found |= {name.replace(f"experts.{what}", f"experts.{e}.{mine}.weight"): g for e, g in enumerate(gradient)}
         elif name.endswith("self_attn.conv1d.weight"):  # of queries, keys and values together
             found |= {
                 name.replace("conv1d", f"{x}_conv1d"): g for x, g in zip("qkv", np.split(gradient, 3), strict=True)
@@ -128,6 +127,17 @@ def _gradients_of_transformers(theirs):
             name if is_dense.search(name) else name.replace(".mlp.", ".block_sparse_moe."): g
             for name, g in found.items()
         }
+    if theirs.config.model_type == "nemotron_h":
+        found = {re.sub(r"^model\.", "backbone.", name): g for name, g in found.items()}
+    if theirs.config.model_type == "sarvam_moe":
+        q_proj = "self_attn.q_proj."
+        for name in [name for name in found if q_proj in name]:
+            parts = [found.pop(name.replace(q_proj, f"self_attn.{x}_proj.")) for x in "qkv"]
+            found[name.replace(q_proj, "self_attn.query_key_value.")] = np.concatenate(parts)
+        for there, name in (("o_proj", "dense"), ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
+            found = {key.replace(f"self_attn.{there}", f"self_attn.{name}"): g for key, g in found.items()}
+        for there, name in (("self_attn", "attention"), ("embed_tokens", "word_embeddings")):
+            found = {key.replace(f".{there}.", f".{name}."): g for key, g in found.items()}
     if theirs.config.model_type == "hy_v3":
         for there, name in (("mlp.gate.", "mlp.router.gate."), ("shared_experts", "shared_mlp")):
             found = {key.replace(there, name): g for key, g in found.items()}

@@ -21,6 +21,7 @@ from moezoo.models import (
     Lfm2MoeConfig,
     Llama4Config,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     WindowedConfig,
@@ -31,6 +32,7 @@ from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
 from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
+from moezoo.nn.state_space import StateSpaceSizes
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
@@ -109,6 +111,13 @@ def lfm2(**changes: Any) -> Lfm2MoeConfig:
     return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
 
 
+def nemotron_h(heads: int = 4, groups: int = 2, taps: int = 4, **changes: Any) -> NemotronHConfig:
+    """Return a tiny Nemotron-H with a layer of each part. No two adjacent dimensions of a layer have the same size."""
+    sizes: dict[str, Any] = {"mamba": StateSpaceSizes(heads, 5, groups, 6, taps), "layers": 4, "pattern": "ME*-"}
+    sizes |= {"kv_heads": 2, "head_dim": 8, "mlp": 20, "shared_mlp": 10, "router": SIGMOID}
+    return NemotronHConfig(**{**SMALL, **sizes, **changes})
+
+
 def gemma4(**changes: Any) -> Gemma4Config:
     """Return a tiny Gemma 4 whose first layer of two has a window, and whose cap bends some logits."""
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "full_head_dim": 16, "mlp": 20, "window": 5}
@@ -128,6 +137,19 @@ def mimo(**changes: Any) -> WindowedConfig:
     sizes: dict[str, Any] = {"layers": 4, "kv_heads": 2, "head_dim": 8, "value_dim": 6, "rotary_dims": 4, "mlp": 20}
     sizes |= {"window": 5, "full_layers": (0, 2), "rope_base": 50.0, "full_rope_base": 100.0}
     return WindowedConfig(**{**SMALL, **sizes, **changes})
+
+
+def exaone(**changes: Any) -> WindowedConfig:
+    """Return a tiny K-EXAONE, whose layers with a window alone rotate."""
+    sizes: dict[str, Any] = {"model_type": "exaone_moe", "value_dim": changes.get("head_dim", 8), "value_scale": 1.0}
+    sizes |= {"full_kv_heads": 2, "rotary_dims": None, "full_rope_base": None, "sinks": "none", "norm_over": "head"}
+    return mimo(**{**sizes, "layers": 3, "full_layers": (1,), "shared_experts": 1, **changes})
+
+
+def afmoe(**changes: Any) -> WindowedConfig:
+    """Return a tiny Trinity, with norms around each part and a gate on attention."""
+    sizes: dict[str, Any] = {"attention_gate": "sigmoid", "norms": "around", "embeddings": "scaled"}
+    return exaone(**{"model_type": "afmoe", **sizes, **changes})
 
 
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
@@ -176,6 +198,7 @@ CONFIGS = {
     "glm plain": of_type(
         "glm4_moe", norm_over="nothing", rotary_dims=6, shared_experts=1, router=replace(SIGMOID, gates="scores")
     ),
+    "sarvam": of_type("sarvam_moe", router=ROUTER, mlp_layers=(0,), shared_experts=2, load_balance=0.0),
     "minimax": of_type("minimax_m2", norm_over="projection", rotary_dims=4, router=replace(SIGMOID, scale=1.0)),
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
@@ -252,6 +275,15 @@ CONFIGS = {
         tied_embeddings=False,
     ),
     "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
+    "nemotron": nemotron_h(),
+    "nemotron latent": nemotron_h(6, 3, 3, layers=5, pattern="EM*EM", expert_latent=8, router=ROUTER, kv_heads=4),
+    "nemotron no bias": nemotron_h(
+        4,
+        1,
+        pattern="E*MM",
+        mamba=StateSpaceSizes(4, 5, 1, 6, bias="none"),
+        router=replace(SIGMOID, gates="scores"),
+    ),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
@@ -284,6 +316,17 @@ CONFIGS = {
         router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
+    "exaone": exaone(shared_experts=2),
+    "exaone groups, tied": exaone(
+        mlp_layers=(1,),
+        full_layers=(0, 2),
+        kv_heads=4,
+        full_kv_heads=4,
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
+    "afmoe": afmoe(shared_experts=2, router=replace(SIGMOID, scale=1.7)),
+    "afmoe plain, tied": afmoe(mlp_layers=(), full_layers=(), embeddings="plain", tied_embeddings=True),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -300,22 +343,28 @@ CONFIGS = {
 }
 
 # One of each kind of config.json.
-PLAIN: dict[str, Any] = {
-    "mixtral": mixtral(),
-    "qwen3": qwen3(),
-    "olmoe": olmoe(clip_qkv=None),
-    "gpt_oss": gpt_oss(),
-    "v2": deepseek_v2(),
-    "v3": deepseek_v3(),
-    "v3.2": deepseek_v3(index_topk=8),
-    "mistral4": mistral4(),
-    "qwen3.5": qwen35(),
-    "next": qwen3_next(),
-    "lfm2": lfm2(),
-    "gemma4": gemma4(),
-    "llama4": llama4(),
-    "mimo": mimo(),
-} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "ernie", "kimi linear")}
+PLAIN: dict[str, Any] = (
+    {
+        "mixtral": mixtral(),
+        "qwen3": qwen3(),
+        "olmoe": olmoe(clip_qkv=None),
+        "gpt_oss": gpt_oss(),
+        "v2": deepseek_v2(),
+        "v3": deepseek_v3(),
+        "v3.2": deepseek_v3(index_topk=8),
+        "mistral4": mistral4(),
+        "qwen3.5": qwen35(),
+        "next": qwen3_next(),
+        "lfm2": lfm2(),
+        "gemma4": gemma4(),
+        "llama4": llama4(),
+        "mimo": mimo(),
+        "exaone": exaone(),
+        "afmoe": afmoe(router=SIGMOID),
+    }
+    | {name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
+    | {"nemotron": CONFIGS["nemotron"]}
+)
 
 
 def keys_of(name: str) -> dict[str, Any]:

@@ -57,7 +57,10 @@ _MODELS = {
     "qwen3_moe": ("Qwen3-30B-A3B and 235B-A22B, also in FP8, Qwen3-Coder-480B-A35B", ""),
     "qwen3_vl_moe": ("Qwen3-VL-235B-A22B", "Qwen3-VL-30B-A3B"),
     "qwen3_vl_moe_text": ("the same", ""),
+    "qwen3_omni_moe": ("", "Qwen3-Omni-30B-A3B"),
+    "qwen3_omni_moe_text": ("", "the same"),
     "qwen2_moe": ("", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "sarvam_moe": ("", "Sarvam-30B"),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air, 4.6 and 4.7"),
     "minimax_m2": ("MiniMax-M2.5, M2.7", "MiniMax-M2"),
     "hy_v3": ("", "Hunyuan 3"),
@@ -69,12 +72,15 @@ _MODELS = {
     "qwen3_5_moe": ("Qwen3.5-122B-A10B", "Qwen3.5-35B-A3B and 397B-A17B, Qwen3.6-35B-A3B"),
     "qwen3_5_moe_text": ("Qwen3.5-122B-A10B", "the same"),
     "kimi_linear": ("", "Kimi-Linear-48B-A3B"),
+    "nemotron_h": ("", "Nemotron 3 Nano, Super and Ultra, Nemotron 3.5 Lightning"),
     "llama4": ("", "Llama 4 Scout, Maverick"),
     "llama4_text": ("", "the same"),
     "lfm2_moe": ("", "LFM2-8B-A1B"),
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
     "mimo_v2_flash": ("MiMo-V2-Flash", ""),
+    "exaone_moe": ("", "K-EXAONE-236B-A23B"),
+    "afmoe": ("", "Trinity Mini and Nano"),
 }
 _LISTED = """
 ## What is ignored
