@@ -60,6 +60,13 @@ LOGITS_ALONE = (
     "qwen3.5 attention alone",
     "next equal heads",
     "next plain",
+    "qwen2 window, tied",
+    "lfm2 biases, untied",
+    "lfm2 two dense",
+    "llama4 no stretches",
+    "mimo plain, tied",
+    "exaone groups, tied",
+    "afmoe plain, tied",
 )
 
 

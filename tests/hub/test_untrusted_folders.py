@@ -159,6 +159,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
     | {"num_attention_heads": 64, "max_window_layers": 94, "shared_expert_intermediate_size": 0, "qkv_bias": False}
     | {"use_qk_norm": True},
+    "qwen3_omni_30b_a3b": _QWEN
+    | {"model_type": "qwen3_omni_moe_text", "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 48}
+    | {"moe_intermediate_size": 768, "num_attention_heads": 32, "max_position_embeddings": 65536, "vocab_size": 152064}
+    | {"rope_scaling": {"interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default", "type": "default"}}
+    | {"shared_expert_intermediate_size": 0, "use_qk_norm": True},
     # Of the smaller one as VeOmni has it beside its tests, with the number of layers and of experts that were released.
     "qwen3_vl_30b_a3b": _QWEN3_VL
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}

@@ -57,6 +57,8 @@ _MODELS = {
     "qwen3_moe": ("Qwen3-30B-A3B and 235B-A22B, also in FP8, Qwen3-Coder-480B-A35B", ""),
     "qwen3_vl_moe": ("Qwen3-VL-235B-A22B", "Qwen3-VL-30B-A3B"),
     "qwen3_vl_moe_text": ("the same", ""),
+    "qwen3_omni_moe": ("", "Qwen3-Omni-30B-A3B"),
+    "qwen3_omni_moe_text": ("", "the same"),
     "qwen2_moe": ("", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
     "sarvam_moe": ("", "Sarvam-30B"),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air, 4.6 and 4.7"),

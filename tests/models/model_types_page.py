@@ -102,7 +102,7 @@ MISSING = {
     "qwen3_5_moe": "",
     "qwen3_moe": "",
     "qwen3_next": "",
-    "qwen3_omni_moe": "text models that are parts of one for speech and images",
+    "qwen3_omni_moe": "",
     "qwen3_vl_moe": "",
     "qwen4_exp": f"{_AROUND}; sparse attention, hyper-connections, embeddings of several tokens",
     "sarvam_mla": "only its keys and defaults; the layers are those of `deepseek_v3`",
