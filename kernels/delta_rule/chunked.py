@@ -144,7 +144,7 @@ def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Arra
     tail = jnp.where(writes, k * until, 0)
     whole = jnp.where(keeps, since[..., -1, :], 0)
 
-    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def step(state: Array, chunk: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w, tail, whole = chunk
         written = u if w is None else u - _dot("...ik,...kv->...iv", w, state)
         return whole[..., None] * state + _dot("...ik,...iv->...kv", tail, written), (state, written)

@@ -45,6 +45,8 @@ _REMEDY = "; for other libraries merge it: moezoo convert FOLDER NEW adapter=ADA
 
 
 def _refused(model_type: str, adapted: Collection[str], odd: Collection[str]) -> str:
+    if model_type == "nemotron_h" and (mamba := [name for name in adapted if _last(name) == "out_proj"]):
+        return f"it has no pairs of the results of Mamba: {_short(mamba)}"
     if model_type not in _TOGETHER:
         routers = [name for name in adapted if _last(name) in ("gate", "router")]
         return f"it has no pairs of routers of {model_type}: {_short(routers)}" if routers else ""
@@ -75,7 +77,7 @@ def _short(names: Sequence[str]) -> str:
     """Return names without the numbers of layers and experts, each once."""
     found: dict[str, dict[str, None]] = {}
     for name in names:
-        above, _, end = re.sub(r"^model\.layers\.\d+\.|\.\d+(?=\.)", "", name).rpartition(".")
+        above, _, end = re.sub(r"^(?:model|backbone)\.layers\.\d+\.|\.\d+(?=\.)", "", name).rpartition(".")
         found.setdefault(above, {})[end] = None
     last = lambda words: f"{{{', '.join(words)}}}" if len(words) > 1 else next(iter(words))  # noqa: E731
     return ", ".join(f"{above}.{last(words)}" for above, words in found.items())
