@@ -227,6 +227,8 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     kimi linear => {"use_grouped_topk": false} => use_grouped_topk=false with num_expert_group=4
     kimi linear => {"tie_word_embeddings": true} => tie_word_embeddings=true ... only false
     kimi linear => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
+    solar => {"partial_rotary_factor": 0.5} => partial_rotary_factor=0.5 ... only 1
+    solar => {"first_k_dense_replace": 1} => first_k_dense_replace=1 ... only 0
     lfm2 => {"layer_types": null} => layer_types is missing; write 'full_attention' or 'conv' for each layer
     lfm2 => {"layer_types": ["conv", "sliding_attention"]} => layer_types names 'sliding_attention' ... or conv
     lfm2 => {"num_dense_layers": 2} => num_dense_layers=2 must be below num_hidden_layers=2

@@ -66,6 +66,7 @@ MORE = (
     "mistral 4 plain",
     "v2 lite, tied",
     "lfm2 two dense",
+    "solar plain",
 )
 
 
