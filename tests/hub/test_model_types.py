@@ -16,7 +16,9 @@ def test_every_package_with_experts_has_a_row():
     assert list(packages(Path(transformers.__file__).parent / "models")) == list(MISSING)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4", "llama4", "mimo", "solar"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4", "llama4", "mimo", "solar"]
+)
 def test_missing_keys_have_the_values_of_transformers(name):
     """Where a key may be missing at all."""
     keys, changed = keys_of(name), 0

@@ -180,9 +180,7 @@ CONFIGS = {
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
     "dots plain": of_type("dots1", kv_heads=4, shared_experts=1, router=replace(SIGMOID, gates="scores")),
-    "solar": of_type(
-        "solar_open", norm_over="nothing", attention_bias="inputs", shared_experts=2, router=ROUTER
-    ),
+    "solar": of_type("solar_open", norm_over="nothing", attention_bias="inputs", shared_experts=2, router=ROUTER),
     "solar plain": of_type(
         "solar_open",
         norm_over="nothing",
