@@ -19,6 +19,7 @@ per token. The unembedding is a matrix of its own or, with `tied_embeddings`, th
 | `qwen3_moe` (Yang et al., 2025, arXiv:2505.09388) | each head | all | none or all | softmax | none |
 | `qwen2_moe` (Yang et al., 2024, arXiv:2407.10671) | none | all | none or inputs | softmax | one, with a gate |
 | `glm4_moe` (GLM-4.5 Team, 2025, arXiv:2508.06471) | each head or none | a share | none or inputs | sigmoid | yes |
+| `sarvam_moe` (Sarvam AI, 2026) | each head or none | all | none | sigmoid | yes |
 | `minimax_m2` (MiniMax, 2025) | whole projection | a share | none | sigmoid | none |
 | `hy_v3` (Tencent, 2026, Hunyuan 3) | each head | all | none or all | sigmoid | yes |
 | `dots1` (rednote-hilab, 2025, arXiv:2506.05767) | each head | all | none or all | sigmoid | yes |
@@ -44,7 +45,17 @@ from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rotary import Pairs, Rotary, Yarn
 from moezoo.typed import AtMost, Count, Even, Size
 
-Type = Literal["qwen3_moe", "qwen2_moe", "glm4_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe", "solar_open"]
+Type = Literal[
+    "qwen3_moe",
+    "qwen2_moe",
+    "glm4_moe",
+    "sarvam_moe",
+    "solar_open",
+    "minimax_m2",
+    "hy_v3",
+    "dots1",
+    "ernie4_5_moe",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ What differs most is where the types keep which layers have an MLP instead of ex
 | `decoder_sparse_step`, `mlp_only_layers` | Qwen3-MoE, Qwen2-MoE |
 | `mlp_layer_types` | Hunyuan 3 |
 | `moe_layer_interval` and two more | ERNIE 4.5 |
-| `first_k_dense_replace` | GLM, dots.llm1 |
+| `first_k_dense_replace` | GLM, Sarvam, dots.llm1 |
 """
 
 import operator
@@ -38,9 +38,11 @@ from moezoo.models.hub import (
     required,
 )
 from moezoo.models.names import (
+    ATTENTION,
     BLOCK_SPARSE,
     DENSE,
     GATED_SHARED,
+    LAYER,
     MLP,
     MOE,
     SWIGLU,
@@ -57,6 +59,7 @@ _ABOUT = {
     "qwen3_vl_moe_text": "as qwen3_moe; the text part of Qwen3-VL, which folders have inside a `qwen3_vl_moe`",
     "qwen2_moe": "biases of queries, keys and values, softmax router, a shared MLP with a gate; Qwen1.5-MoE, Qwen2-MoE",
     "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
+    "sarvam_moe": "as glm4_moe with whole heads rotated, queries, keys and values in one tensor; Sarvam-30B",
     "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
     "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
@@ -296,6 +299,20 @@ def _like_deepseek_v3(max_length: int, shared: Any = REQUIRED, null: Any = REQUI
     }
 
 
+_SARVAM_ATTENTION = f"{LAYER}attention."
+_SARVAM = change(
+    USUAL,
+    *rows("", "model.", "embedding.weight=word_embeddings.weight"),
+    *rows("attention.", _SARVAM_ATTENTION, "query+key+value=query_key_value.weight", "flat"),
+    *rows(
+        "attention.",
+        _SARVAM_ATTENTION,
+        "out=dense.weight query_norm.scale=query_layernorm.weight key_norm.scale=key_layernorm.weight",
+    ),
+    *rows(f"{MOE}router.", f"{MLP}gate.", "choice_bias=expert_bias"),
+)
+# Queries, keys and values have no tensors of their own.
+_SARVAM = tuple(row for row in _SARVAM if row.name not in {f"{ATTENTION}{x}_proj.weight" for x in "qkv"})
 # Settings without a key are those of Qwen3-MoE, which are the defaults, or `fixed`.
 _TYPES = {
     "qwen3_moe": ModelType(
@@ -374,6 +391,29 @@ _TYPES = {
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "use_qk_norm": (False,)}
         | {"first_k_dense_replace": (0,)},
         "intermediate_size " + _MTP,  # of layers with an MLP
+    ),
+    "sarvam_moe": ModelType(
+        "SarvamMoE",
+        _like_deepseek_v3(131072)
+        | common(131072, 0.006, 1e-6)
+        | {
+            "kv_heads": Key("num_key_value_heads", 4),
+            "mlp": Key("intermediate_size", 8192),
+            "expert_mlp": Key("moe_intermediate_size", 1024),
+            "experts": Key("num_experts n_routed_experts num_local_experts", 128),
+            "experts_per_token": Key("num_experts_per_tok", 6),
+            "shared_experts": Key("num_shared_experts n_shared_experts", 1),
+            "router.scale": Key("routed_scaling_factor", 2.5),
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+            "norm_over": Key("use_qk_norm", True, words=("nothing", "head")),
+            "loss": fixed({"load_balance": 0.0}),
+        }
+        | _first_have_mlps(1),
+        heads_and_rope(8e6, 64, 1.0),
+        _SARVAM,
+        {"scoring_func": ("sigmoid",), "score_function": ("sigmoid",), "topk_method": ("noaux_tc",)}
+        | {"use_qkv_bias": (False,), "attention_bias": (False,)},  # joined biases have no layout here
+        _MTP,
     ),
     "minimax_m2": ModelType(
         "MiniMaxM2",
@@ -518,7 +558,7 @@ DENSE_HUB = Hub(
             "Qwen3",
             {"model_type": fixed({"model_type": "qwen3_moe"})}
             | common_dense(32768, kv_heads=32)
-            | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
+            | {"mlp": _MLP_OF_EXPERTS}
             | _BIAS,
             heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
             DENSE,

@@ -17,14 +17,46 @@ from typing import Any, Literal
 
 from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson, rotary_share
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, Settings, check_only, common, fixed
-from moezoo.models.names import ATTENTION, USUAL, change, rows
+from moezoo.models.hub import (
+    SILU,
+    Found,
+    Hub,
+    Key,
+    ModelType,
+    Part,
+    Settings,
+    check_only,
+    common,
+    fixed,
+    head_dim,
+    rope,
+)
+from moezoo.models.names import ATTENTION, MLP, MOE, USUAL, change, layers, rows
 from moezoo.models.windowed import WindowedConfig, kinds, usual_full_layers
 from moezoo.typed import show
 
 _ALL, _WINDOW = "full_attention", "sliding_attention"
 _BASES = {_ALL: 5e6, _WINDOW: 1e4}
 _SHARE = 0.334
+# What all folders of a type have, without a key.
+_SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
+_NORMED = {"norm_over": "head", "sinks": "none", "full_rope_base": None, "rotary_dims": None, "value_scale": 1.0}
+_FIXED: Mapping[str, Found] = {
+    "mimo_v2_flash": _SIGMOID
+    | {"sinks": "windows", "shared_experts": 0, "norm_over": "nothing", "attention_gate": "none"}
+    | {"norms": "before", "embeddings": "plain"},
+    "exaone_moe": _SIGMOID
+    | _NORMED
+    | {"attention_bias": "none", "attention_gate": "none", "norms": "before", "embeddings": "plain"},
+    "afmoe": _SIGMOID
+    | _NORMED
+    | {"attention_bias": "none", "attention_gate": "sigmoid", "norms": "around", "router.groups": 1}
+    | {"router.gates": "renormalised"},
+}
+
+
+def _fixed(model_type: str, **keys: Any) -> Part:
+    return fixed({**_FIXED[model_type], "model_type": model_type, "load_balance": 0.0}, **keys)
 
 
 def _read_pattern(config: ConfigJson, types: tuple[str, ...] | None, key: str, words: tuple[str, str]) -> Any:
@@ -59,6 +91,48 @@ def _read_layers(config: ConfigJson, found: Found) -> Found:
         "full_layers": None if full == usual_full_layers(count) else full,
         "mlp_layers": (0,) if parts is None else tuple(i for i, kind in enumerate(parts) if kind == "dense"),
     }
+
+
+def _full_layers(config: ConfigJson, count: int, key: str) -> tuple[int, ...]:
+    """Return the layers without a window: those of a list, or else every `key`-th, by default every fourth."""
+    types = config.read_layer_types((_ALL, _WINDOW), count)
+    if types is None:
+        every = config.read(key, int, 4)
+        return tuple(range(every - 1, count, every))
+    config.get(key)
+    return tuple(i for i, kind in enumerate(types) if kind == _ALL)
+
+
+def _every(key: str) -> Part:
+    """Return which layers have no window, of types in which `key` says it where no list does."""
+
+    def read(config: ConfigJson, found: Found) -> Found:
+        full = _full_layers(config, found["layers"], key)
+        return {"full_layers": None if full == usual_full_layers(found["layers"]) else full}
+
+    def write(c: WindowedConfig) -> Mapping[str, Any]:
+        return {"layer_types": [_ALL if sight == "all" else _WINDOW for sight, _ in kinds(c)[0]]}
+
+    return Part(read, write, {"full_layers": "layer_types"})
+
+
+def _read_first(config: ConfigJson, found: Found) -> Found:
+    """Return the layers with an MLP: those of a list, or else the first ones. transformers writes both, and the list
+    counts."""
+    types = config.read("mlp_layer_types", tuple[Literal["dense", "sparse"], ...] | None, None)
+    first = config.read("first_k_dense_replace", int, 1, least=0)
+    if types is None:
+        return {"mlp_layers": tuple(range(min(first, found["layers"])))}
+    if len(types) != found["layers"]:
+        count = found["layers"]
+        raise UserError(f"config.json: mlp_layer_types names {len(types)} layers, but num_hidden_layers={count}")
+    return {"mlp_layers": tuple(i for i, kind in enumerate(types) if kind == "dense")}
+
+
+def _write_first(c: WindowedConfig) -> Mapping[str, Any]:
+    parts = [part for _, part in kinds(c)[0]]
+    types = ["dense" if part == "mlp" else "sparse" for part in parts]
+    return {"mlp_layer_types": types, "first_k_dense_replace": parts.index("moe")}
 
 
 def _write_layers(c: WindowedConfig) -> Mapping[str, Any]:
@@ -122,6 +196,8 @@ def _read_rope(config: ConfigJson, found: Found) -> Found:
 
 
 def _write_rope(c: WindowedConfig) -> Mapping[str, Any]:
+    if c.full_rope_base is None:
+        raise UserError("model.full_rope_base=null: all layers of MiMo-V2-Flash rotate in transformers; set a base")
     part = {"partial_rotary_factor": rotary_share(c.rotary_dims or c.head_dim, c.head_dim)}
     bases = {_ALL: c.full_rope_base, _WINDOW: c.rope_base}
     tables = {kind: {"rope_type": "default", "rope_theta": base, **part} for kind, base in bases.items()}
@@ -133,7 +209,6 @@ def _read_kv_heads(config: ConfigJson, found: Found) -> Found:
     return {"full_kv_heads": heads, "kv_heads": 2 * heads}
 
 
-_SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
 _MIMO: Settings = {
     **common(131072, norm_eps=1e-5),
     "norm_eps": Key("rms_norm_eps layernorm_epsilon", 1e-5),
@@ -154,7 +229,7 @@ _MIMO: Settings = {
             "swa_v_head_dim": c.value_dim,
         }
     ),
-    "sinks": fixed({"sinks": "windows"}, add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False),
+    "sinks": fixed(add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False),
     "attention_bias": Key("attention_bias", False, words=("none", "inputs")),
     "mlp": Key("intermediate_size", 16384),
     "expert_mlp": Key("moe_intermediate_size", 2048),
@@ -164,7 +239,7 @@ _MIMO: Settings = {
     "router.kept_groups": Key("topk_group", 1),
     "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
     "router.scale": Key("routed_scaling_factor", 1.0, null=1.0),
-    "router": fixed({**_SIGMOID, "load_balance": 0.0}, scoring_func="sigmoid", topk_method="noaux_tc"),
+    "fixed": _fixed("mimo_v2_flash", scoring_func="sigmoid", topk_method="noaux_tc"),
 }
 _FURTHER: Settings = {
     "layers_of": Part(_read_layers, _write_layers, {"full_layers": "layer_types", "mlp_layers": "mlp_layer_types"}),
@@ -194,33 +269,110 @@ _ONLY: Mapping[str, Any] = {
     "topk_method": ("noaux_tc",),
     "rope_scaling": (),
 }
+# Heads of one size in all layers. What is rotated has one base.
+_EQUAL_HEADS: Settings = {
+    "equal": Part(lambda config, found: {"value_dim": found["head_dim"], "full_kv_heads": found["kv_heads"]})
+}
+_ONE_BASE: Settings = {"rope": rope(), "hidden_act": SILU}
+_EXAONE: Settings = {
+    **common(2048, norm_eps=1e-5),
+    "kv_heads": Key("num_key_value_heads", 32),
+    "head_dim": Key("head_dim", None, null=head_dim),
+    "mlp": Key("intermediate_size", 16384),
+    "expert_mlp": Key("moe_intermediate_size", 1024),
+    "experts": Key("num_experts", 64),
+    "experts_per_token": Key("num_experts_per_tok", 8),
+    "shared_experts": Key("num_shared_experts", 1),
+    "router.groups": Key("n_group", 1),
+    "router.kept_groups": Key("topk_group", 1),
+    "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+    "router.scale": Key("routed_scaling_factor", 2.5),
+    "window": Key("sliding_window", 4096),
+    "full": _every("sliding_window_pattern"),
+    "first": Part(_read_first, _write_first, {"mlp_layers": "mlp_layer_types"}),
+    "fixed": _fixed("exaone_moe", scoring_func="sigmoid", topk_method="noaux_tc"),
+    **_EQUAL_HEADS,
+}
+_AFMOE: Settings = {
+    **common(16384, norm_eps=1e-5),
+    "kv_heads": Key("num_key_value_heads", None, null=lambda found: found["heads"]),
+    "head_dim": Key("head_dim", 128),
+    "mlp": Key("intermediate_size", 6144),
+    "expert_mlp": Key("moe_intermediate_size", 1408),
+    "experts": Key("num_experts", 64),
+    "experts_per_token": Key("num_experts_per_tok", 6),
+    "shared_experts": Key("num_shared_experts", 2),
+    "router.scale": Key("route_scale", 1.0),
+    "embeddings": Key("mup_enabled", False, words=("plain", "scaled")),
+    "window": Key("sliding_window", 1024),
+    "full": _every("global_attn_every_n_layers"),
+    "first": Part(
+        lambda config, found: {
+            "mlp_layers": tuple(range(min(config.read("num_dense_layers", int, 1, least=0), found["layers"])))
+        },
+        lambda c: {"num_dense_layers": [*(part for _, part in kinds(c)[0]), "moe"].index("moe")},
+        {"mlp_layers": "num_dense_layers"},
+    ),
+    "fixed": _fixed("afmoe", score_func="sigmoid", route_norm=True),
+    **_EQUAL_HEADS,
+}
+_EXAONE_ONLY: Mapping[str, Any] = {
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "attention_bias": (False,),
+}
+# The second group is of the released code, in which transformers does not look.
+_AFMOE_ONLY: Mapping[str, Any] = {
+    "attention_bias": (False,),
+    "score_func": ("sigmoid",),
+    "route_norm": (True,),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_groups", "num_limited_groups"), (1,)),
+}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
-_ROWS = change(USUAL, *rows("attention.", ATTENTION, "sinks=attention_sink_bias"))
+_MIMO_ROWS = change(USUAL, *rows("attention.", ATTENTION, "sinks=attention_sink_bias"))
+_EXAONE_ROWS = change(USUAL, *rows(f"{MOE}router.", MLP, "choice_bias=e_score_correction_bias"))
+_AFMOE_NORMS = """
+    after_attention_norm.scale=post_attention_layernorm.weight feed_forward_norm.scale=pre_mlp_layernorm.weight
+    after_feed_forward_norm.scale=post_mlp_layernorm.weight
+"""
+_AFMOE_ROWS = change(
+    layers(norms=_AFMOE_NORMS),
+    *rows("attention.", ATTENTION, "gate=gate_proj.weight"),
+    *rows(f"{MOE}router.", MLP, "weight=router.gate.weight choice_bias=expert_bias"),
+)
 
 
 def _check(c: WindowedConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for what no folder has."""
-    only = {
-        **_SIGMOID,
-        "router.least_sum": 0.0,
-        "router.added_to_sum": 1e-20,
-        "sinks": "windows",
-        "kv_heads": 2 * c.full_kv_heads,
-    }
+    only: dict[str, Any] = {**_FIXED[c.model_type], "router.least_sum": 0.0, "router.added_to_sum": 1e-20}
     only |= {} if c.router.groups > 1 else {"router.group_score": c.router.group_score}
-    only |= {} if c.attention_bias == "none" else {"attention_bias": "inputs"}
-    check_only(c, "MiMo-V2-Flash", only)
+    if c.model_type == "mimo_v2_flash":
+        only |= {"kv_heads": 2 * c.full_kv_heads} | ({} if c.attention_bias == "none" else {"attention_bias": "inputs"})
+    else:
+        only |= {"value_dim": c.head_dim, "full_kv_heads": c.kv_heads, "rotary_dims": None}
+    if c.model_type == "afmoe":
+        only |= {"mlp_layers": tuple(range(mapping["num_dense_layers"]))}
+    check_only(c, c.model_type, only)
 
 
 def find_unused(left: set[str], expected: set[str]) -> dict[str, str]:
     """Return the tensors of layers for multi-token prediction."""
     del expected
-    return {name: "multi-token prediction" for name in left if name.startswith("model.mtp.")}
+    begins = ("model.mtp.", "mtp.")
+    return {name: "multi-token prediction" for name in left if name.startswith(begins)}
 
 
 HUB = Hub(
-    {"mimo_v2_flash": "sinks and more key-value heads in layers with a window, narrower values; MiMo-V2-Flash"},
-    {"mimo_v2_flash": ModelType("MiMoV2Flash", _MIMO, _FURTHER, _ROWS, _ONLY, _MTP)},
+    {
+        "mimo_v2_flash": "sinks and more key-value heads in layers with a window, narrower values; MiMo-V2-Flash",
+        "exaone_moe": "norms of each query and key, no rotation without a window, shared experts; K-EXAONE",
+        "afmoe": "as exaone_moe, with a gate on attention and norms around each part; Trinity",
+    },
+    {
+        "mimo_v2_flash": ModelType("MiMoV2Flash", _MIMO, _FURTHER, _MIMO_ROWS, _ONLY, _MTP),
+        "exaone_moe": ModelType("ExaoneMoe", _EXAONE, _ONE_BASE, _EXAONE_ROWS, _EXAONE_ONLY, _MTP),
+        "afmoe": ModelType("Afmoe", _AFMOE, _ONE_BASE, _AFMOE_ROWS, _AFMOE_ONLY, "load_balance_coeff use_grouped_mm"),
+    },
     lambda config: config.model_type,
     _check,
     find_unused,

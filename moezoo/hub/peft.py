@@ -15,11 +15,12 @@ _TOGETHER: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _W),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _PROJ),
     **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"), _PROJ),
+    **dict.fromkeys(("exaone_moe", "afmoe"), _PROJ),
 }
 # The types whose experts it does not put together, with the modules that transformers names in another way.
 _APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None}
 _APART |= {"kimi_linear": None, "lfm2_moe": None, "qwen3_5_moe_text": None, "gemma4_text": None}
-_APART |= {"llama4_text": None, "mimo_v2_flash": None, "qwen2_moe": None}
+_APART |= {"llama4_text": None, "mimo_v2_flash": None, "qwen2_moe": None, "sarvam_moe": ".attention."}
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 

@@ -292,6 +292,7 @@ def test_mistakes(capsys, monkeypatch, words, message):
     assert err.splitlines()[-1] == f"error: {message}"
 
 
+@pytest.mark.weekly
 def test_a_clone_needs_no_installed_package(tmp_path):
     """Neither moezoo nor its metadata is found anywhere, as on a machine with libraries and a clone alone."""
     root = Path(__file__).parents[2]

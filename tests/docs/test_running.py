@@ -66,6 +66,7 @@ def programs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.weekly
 def test_a_released_model_is_fine_tuned(files, console, tmp_path, monkeypatch):
     """In two steps of a tiny model, in this process: tests/cli has commands in processes of their own."""
     monkeypatch.chdir(shutil.copytree(files, tmp_path / "here"))

@@ -14,10 +14,11 @@ MESHES = {"ep8": moezoo.MeshShape(expert=8), "fsdp2_ep4": moezoo.MeshShape(fsdp=
 PRODUCT = [(name, mesh, strategy) for name in CONFIGS for mesh, strategy in itertools.product(MESHES, STRATEGIES)]
 
 
-def mark_full(default):
-    """Return all cases; those that are not in `default` run only with `-m full`."""
-    assert set(default) <= set(PRODUCT)
-    return [pytest.param(*case, marks=[] if case in default else pytest.mark.full) for case in PRODUCT]
+def mark_full(default, weekly):
+    """Return all cases; those that are neither in `default` nor in `weekly` run only with `-m full`."""
+    assert {*default, *weekly} <= set(PRODUCT)
+    marks = dict.fromkeys(weekly, pytest.mark.weekly) | dict.fromkeys(default, ())
+    return [pytest.param(*case, marks=marks.get(case, pytest.mark.full)) for case in PRODUCT]
 
 
 def make_execution(mesh, strategy):

@@ -128,6 +128,15 @@ def _gradients_of_transformers(theirs):
             name if is_dense.search(name) else name.replace(".mlp.", ".block_sparse_moe."): g
             for name, g in found.items()
         }
+    if theirs.config.model_type == "sarvam_moe":
+        q_proj = "self_attn.q_proj."
+        for name in [name for name in found if q_proj in name]:
+            parts = [found.pop(name.replace(q_proj, f"self_attn.{x}_proj.")) for x in "qkv"]
+            found[name.replace(q_proj, "self_attn.query_key_value.")] = np.concatenate(parts)
+        for there, name in (("o_proj", "dense"), ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm")):
+            found = {key.replace(f"self_attn.{there}", f"self_attn.{name}"): g for key, g in found.items()}
+        for there, name in (("self_attn", "attention"), ("embed_tokens", "word_embeddings")):
+            found = {key.replace(f".{there}.", f".{name}."): g for key, g in found.items()}
     if theirs.config.model_type == "hy_v3":
         for there, name in (("mlp.gate.", "mlp.router.gate."), ("shared_experts", "shared_mlp")):
             found = {key.replace(there, name): g for key, g in found.items()}

@@ -50,7 +50,7 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     r"""
     name => keys => line
     mixtral => {"model_type": ["mixtral"]} => unknown model_type '[mixtral]' ... valid:
-    mixtral => {"model_type": {"a": 1}} => unknown model_type '{a: 1}' ... valid: deepseek_v2
+    mixtral => {"model_type": {"a": 1}} => unknown model_type '{a: 1}' ... valid: afmoe
     mixtral => {"num_attention_heads": 0, "head_dim": null} => num_attention_heads=0 ... at least 1
     olmoe => {"num_attention_heads": 0} => num_attention_heads=0 ... at least 1
     qwen3 => {"num_attention_heads": "2", "head_dim": null} => num_attention_heads=2: expected a whole number
@@ -147,6 +147,17 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     mimo => {"rope_scaling": {"type": "linear"}} => rope_scaling= ... another version
     mimo => {"layernorm_epsilon": 0.1} => rms_norm_eps=1e-05 and layernorm_epsilon=0.1 are one setting ... delete
     mimo => {"num_key_value_heads": 4} => swa_num_key_value_heads=2 ... only 8
+    exaone => {"layer_types": null, "sliding_window_pattern": "LLG"} => sliding_window_pattern=LLG: expected a whole
+    exaone => {"sliding_window": null} => sliding_window=null
+    exaone => {"mlp_layer_types": ["dense"]} => mlp_layer_types names 1 layers, but num_hidden_layers=3
+    exaone => {"num_shared_experts": 0} => num_shared_experts=0 ... at least 1
+    exaone => {"rope_parameters": {YARN}} => rope_type=yarn ... only default
+    exaone => {"attention_bias": true} => attention_bias=true ... only false
+    afmoe => {"attention_bias": true} => attention_bias=true ... only false
+    afmoe => {"n_group": 2} => n_group=2 ... only 1
+    afmoe => {"route_norm": false} => route_norm=false ... only true
+    afmoe => {"num_dense_layers": 3} => num_dense_layers=[0, 1, 2] leaves no layer of num_hidden_layers=3 with experts
+    sarvam => {"use_qkv_bias": true} => use_qkv_bias=true ... only false
     gpt_oss => {"experts_per_token": 3} => experts_per_token=3 ... only 2
     glm => {"use_qk_norm": 1} => use_qk_norm=1: expected true or false
     glm => {"n_shared_experts": 0} => n_shared_experts=0 ... at least 1
@@ -301,7 +312,7 @@ def test_a_long_list_of_keys_is_cut(tmp_path):
         => it is a model of its own: qwen3_moe knows most of its keys, has no hidden_act=gelu, mlp_bias=true; docs
     qwen3 => {"num_experts": null, "num_experts_per_tok": null} => moezoo finds no experts in its keys, and
     qwen3 => {"num_experts": {"a": 1}, "rope_parameters": [1], "hidden_size": "x"} => qwen3_moe knows all of its keys
-    qwen3 => {"text_config": {"num_experts": 4, "window": 3}} => valid: deepseek_v2
+    qwen3 => {"text_config": {"num_experts": 4, "window": 3}} => valid: afmoe
     qwen3 => {"text_config": {"hidden_size": 4}} => moezoo finds no experts in the keys of its text_config
     """
 )

@@ -16,9 +16,11 @@ def test_every_package_with_experts_has_a_row():
     assert list(packages(Path(transformers.__file__).parent / "models")) == list(MISSING)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4", "llama4", "mimo", "solar"]
-)
+NAMES = ("qwen2", "sarvam", "solar", "qwen3.5", "next", "kimi linear", "lfm2", "gemma4")
+NAMES += ("llama4", "mimo", "exaone", "afmoe")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_missing_keys_have_the_values_of_transformers(name):
     """Where a key may be missing at all."""
     keys, changed = keys_of(name), 0

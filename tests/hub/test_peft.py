@@ -63,6 +63,8 @@ READ = {
     "solar": ("attention", "experts"),
     "gemma4": ("attention", "shared", "*.router.weight"),
     "llama4": ("attention", "shared"),
+    "mimo": ("attention", "mlp"),
+    "exaone": ("attention", "experts"),
 }
 
 
@@ -151,6 +153,9 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
         ("lfm2", ("experts",), "not found in the base model"),
+        ("mimo", ("experts",), "not found in the base model"),
+        ("sarvam", ("attention",), "not found in the base model"),
+        ("afmoe", ("attention",), "Cannot convert"),
     ],
 )
 def test_what_peft_does_not_read(save, name, targets, outcome, tmp_path):

@@ -15,7 +15,9 @@ from tiny_models import (
     ROUTER,
     SIGMOID,
     YARN,
+    afmoe,
     deepseek_v3,
+    exaone,
     gemma4,
     gpt_oss,
     llama4,
@@ -32,11 +34,52 @@ from moezoo.moe.router import Choice
 from moezoo.nn.rotary import CountScale, Yarn
 
 TOKENS = np.random.default_rng(0).integers(0, 40, (2, 16)).astype(np.int32)
+# Their settings change numbers, but no path of gradients that the others do not have: CI compares their logits alone.
+LOGITS_ALONE = (
+    "mixtral all experts, tied",
+    "qwen3 mscales, tied",
+    "glm plain",
+    "dots plain",
+    "ernie every other",
+    "olmoe shared heads, tied",
+    "gpt_oss layers",
+    "gpt_oss no window",
+    "v3 two mscales",
+    "v3 no mscale",
+    "v3 two dense",
+    "v3 none dense, tied",
+    "v3 all experts",
+    "v2",
+    "v2 lite, tied",
+    "v3.2",
+    "mistral 4 plain",
+    "kimi linear two dense",
+    "gemma4 no cap",
+    "qwen3.5 attention first, tied",
+    "qwen3.5 attention alone",
+    "next equal heads",
+    "next plain",
+)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.weekly] * (name in LOGITS_ALONE)) for name in CONFIGS]
+)
 def test_logits_loss_and_gradients(save, peer, name):
     assert_agreement(results(save(name).model, TOKENS, moezoo.Execution()), results_of_transformers(peer(name), TOKENS))
+
+
+@pytest.mark.parametrize("name", LOGITS_ALONE)
+def test_logits(save, peer, name):
+    assert_same_logits(save(name).model, peer(name))
+
+
+def assert_same_logits(ours, theirs):
+    """Assert that both libraries' models compute the same logits."""
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(TOKENS.astype(np.int64))).logits
+    found = jax.jit(lambda model: model(TOKENS).logits)(ours)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -67,10 +110,7 @@ def assert_equal_logits(save, config, edit, folder):
     mapping = {key: value for key, value in json.loads(file.read_text()).items() if key not in OLDER_ROPE}
     edit(mapping)
     file.write_text(json.dumps(mapping))
-    with torch.no_grad():
-        wanted = load(folder)(torch.tensor(TOKENS.astype(np.int64))).logits
-    found = jax.jit(lambda model: model(TOKENS).logits)(moezoo.from_pretrained(folder))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    assert_same_logits(moezoo.from_pretrained(folder), load(folder))
 
 
 # Other spellings of a setting that transformers reads too, and keys with a default that is not ours.
@@ -318,6 +358,33 @@ LEFT_OUT = {
         drop(
             *("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "attention_value_scale"),
             *("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "attention_bias"),
+        ),
+    ),
+    "exaone defaults": (
+        exaone(layers=4, full_layers=(3,), head_dim=4, rope_base=1e4, router=SIGMOID),
+        drop(
+            *("layer_types", "mlp_layer_types", "first_k_dense_replace", "head_dim", "num_shared_experts"),
+            *("rope_parameters", "rms_norm_eps", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        ),
+    ),
+    "exaone two spellings": (exaone(mlp_layers=(1,)), lambda c: c.update(first_k_dense_replace=3)),
+    "afmoe defaults": (
+        afmoe(
+            layers=4, full_layers=(3,), kv_heads=4, full_kv_heads=4, shared_experts=2, rope_base=1e4, embeddings="plain"
+        ),
+        drop(
+            *("layer_types", "num_dense_layers", "num_key_value_heads", "mup_enabled", "route_scale"),
+            *("num_shared_experts", "rope_parameters", "rms_norm_eps"),
+        ),
+    ),
+    "sarvam defaults": (
+        of_type("sarvam_moe", head_dim=64, mlp_layers=(0,), shared_experts=1, rope_base=8e6, load_balance=0.0),
+        lambda c: (
+            c.update(n_routed_experts=c.pop("num_experts")),
+            drop(
+                *("head_dim", "first_k_dense_replace", "num_shared_experts", "n_group", "topk_group", "rms_norm_eps"),
+                *("routed_scaling_factor", "norm_topk_prob", "use_qk_norm", "rope_parameters"),
+            )(c),
         ),
     ),
     "llama4 defaults": (

@@ -294,6 +294,7 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("solar", {"rotary_dims": 4}, ("model.rotary_dims=4: a solar_open folder", "read as null")),
     ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
+    ("sarvam", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a sarvam_moe folder", "read as none")),
     ("v3", {"router": Choice("sigmoid", choice_bias="learned", least_sum=0.1)}, ("model.router.least_sum=0.1",)),
     (
         "v3",
@@ -301,6 +302,14 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         ("model.router.added_to_sum=0.1", "only 1e-20"),
     ),
     ("qwen3", {"router": Choice(added_to_sum=0.1)}, ("model.router.added_to_sum=0.1: a qwen3_moe", "read as 1e-20")),
+    ("mimo", {"sinks": "none"}, ("model.sinks=none: mimo_v2_flash in transformers has only windows",)),
+    ("mimo", {"full_kv_heads": 2}, ("model.kv_heads=2: mimo_v2_flash in transformers has only 4",)),
+    ("mimo", {"full_rope_base": None}, ("model.full_rope_base=null: all layers of MiMo-V2-Flash rotate",)),
+    ("mimo", {"attention_bias": "all"}, ("model.attention_bias=all: mimo_v2_flash in transformers has only inputs",)),
+    ("exaone", {"value_dim": 6}, ("model.value_dim=6: exaone_moe in transformers has only 8",)),
+    ("exaone", {"full_rope_base": 9.0}, ("model.full_rope_base=9.0: exaone_moe in transformers has only null",)),
+    ("afmoe", {"norms": "before"}, ("model.norms=before: afmoe in transformers has only around",)),
+    ("afmoe", {"mlp_layers": (1,)}, ("model.mlp_layers=[1]: afmoe in transformers has only []",)),
 ]
 
 
@@ -318,7 +327,7 @@ def test_layers_of_multi_token_prediction_are_not_loaded():
     left = {*further, "model.layers.1.extra"}
     found = hub.find_unused(left, {"model.layers.1.input_layernorm.weight"})
     assert found == dict.fromkeys(further, "multi-token prediction")
-    further = {"model.mtp.layers.0.self_attn.q_proj.weight"}
+    further = {"model.mtp.layers.0.self_attn.q_proj.weight", "mtp.layers.0.self_attn.q_proj.weight"}
     found = family_of(PLAIN["mimo"]).hub.find_unused({*further, "model.layers.1.extra"}, set())
     assert found == dict.fromkeys(further, "multi-token prediction")
 

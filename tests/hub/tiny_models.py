@@ -130,6 +130,19 @@ def mimo(**changes: Any) -> WindowedConfig:
     return WindowedConfig(**{**SMALL, **sizes, **changes})
 
 
+def exaone(**changes: Any) -> WindowedConfig:
+    """Return a tiny K-EXAONE, whose layers with a window alone rotate."""
+    sizes: dict[str, Any] = {"model_type": "exaone_moe", "value_dim": changes.get("head_dim", 8), "value_scale": 1.0}
+    sizes |= {"full_kv_heads": 2, "rotary_dims": None, "full_rope_base": None, "sinks": "none", "norm_over": "head"}
+    return mimo(**{**sizes, "layers": 3, "full_layers": (1,), "shared_experts": 1, **changes})
+
+
+def afmoe(**changes: Any) -> WindowedConfig:
+    """Return a tiny Trinity, with norms around each part and a gate on attention."""
+    sizes: dict[str, Any] = {"attention_gate": "sigmoid", "norms": "around", "embeddings": "scaled"}
+    return exaone(**{"model_type": "afmoe", **sizes, **changes})
+
+
 def qwen35(key_heads: int = 2, value_heads: int = 4, taps: int = 4, **changes: Any) -> Qwen35Config:
     """Return a tiny Qwen3.5 whose second layer attends. No two adjacent dimensions of a layer have the same size."""
     sizes: dict[str, Any] = {"delta": DeltaSizes(key_heads, value_heads, 6, 5, taps), "layers": 2}
@@ -176,6 +189,7 @@ CONFIGS = {
     "glm plain": of_type(
         "glm4_moe", norm_over="nothing", rotary_dims=6, shared_experts=1, router=replace(SIGMOID, gates="scores")
     ),
+    "sarvam": of_type("sarvam_moe", router=ROUTER, mlp_layers=(0,), shared_experts=2, load_balance=0.0),
     "minimax": of_type("minimax_m2", norm_over="projection", rotary_dims=4, router=replace(SIGMOID, scale=1.0)),
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
@@ -293,6 +307,17 @@ CONFIGS = {
         router=replace(ROUTER, gates="scores"),
         tied_embeddings=True,
     ),
+    "exaone": exaone(shared_experts=2),
+    "exaone groups, tied": exaone(
+        mlp_layers=(1,),
+        full_layers=(0, 2),
+        kv_heads=4,
+        full_kv_heads=4,
+        router=replace(ROUTER, gates="scores"),
+        tied_embeddings=True,
+    ),
+    "afmoe": afmoe(shared_experts=2, router=replace(SIGMOID, scale=1.7)),
+    "afmoe plain, tied": afmoe(mlp_layers=(), full_layers=(), embeddings="plain", tied_embeddings=True),
     "v2 lite, tied": deepseek_v2(
         yarn=replace(YARN, mscale=0.707, mscale_all=0.707), q_lora=None, shared_experts=2, tied_embeddings=True
     ),
@@ -324,7 +349,11 @@ PLAIN: dict[str, Any] = {
     "gemma4": gemma4(),
     "llama4": llama4(),
     "mimo": mimo(),
-} | {name: CONFIGS[name] for name in ("qwen2", "glm", "minimax", "hy", "dots", "solar", "ernie", "kimi linear")}
+    "exaone": exaone(),
+    "afmoe": afmoe(router=SIGMOID),
+} | {
+    name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "solar", "minimax", "hy", "dots", "ernie", "kimi linear")
+}
 
 
 def keys_of(name: str) -> dict[str, Any]:

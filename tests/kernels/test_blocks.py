@@ -69,11 +69,13 @@ def test_chunked_attention_takes_the_sizes_of_its_gpu():
 
     for run in (*passes.values(), both):
         found = []
+        compared = run in (passes["part"], both)  # `both` has the numbers of the other two
         for target, rows, keys in ((AMPERE, 33, 44), (ADA, 130, 130), (Target("cpu"), 44, 44)):
             order = KernelOrder(("chunked",), target)
             with blocks.trying({"8.0": {"chunked": {"queries": 40, "keys": 50}}}):
                 shapes = executed_products(functools.partial(run, order), given)
-                found.append(jax.jit(functools.partial(run, order))(given))
+                if compared:
+                    found.append(jax.jit(functools.partial(run, order))(given))
             assert {shape[1] for shape in shapes} == {GROUP * rows}, target
             assert keys in {shape[2] for shape in shapes} or run is passes["backward"], target
         for other in found[1:]:

@@ -80,18 +80,20 @@ def check(found: list[float], wanted: list[float], most: int, rounding: float) -
 
 @pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize(
-    "kernels",
-    [("hopper", "reference"), ("hopper_persistent", "hopper")],
+    ("experts", "attention"),
+    [pytest.param("hopper", "reference", marks=pytest.mark.weekly), ("hopper_persistent", "hopper")],
     ids=["experts", "experts by programs that stay, and attention"],
 )
-def test_steps_of_training(kernels):
+def test_steps_of_training(experts, attention):
     """Kernels run inside the step's shard_map and scan. Sums of a few roundings differ."""
-    found, wanted = run(*kernels), run("blocked", "reference")
+    found, wanted = run(experts, attention), run("blocked", "reference")
     assert found != wanted
     check(found, wanted, 2, 2.0**-8)
 
 
-@pytest.mark.parametrize(("words", "keys"), [((), 256), (RING, 128)], ids=["whole rows", "ring"])
+@pytest.mark.parametrize(
+    ("words", "keys"), [pytest.param((), 256, marks=pytest.mark.weekly), (RING, 128)], ids=["whole rows", "ring"]
+)
 def test_steps_of_training_by_splash(splash_calls, words, keys):
     """In float32, also by parts of the keys that travel between two devices. Roundings differ, those of sums too."""
     found, wanted = run("blocked", "splash", *BLOCKS, *words), run("blocked", "reference", *BLOCKS)

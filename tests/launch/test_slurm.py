@@ -123,7 +123,7 @@ def submitted(variables, run_dir, **more):
         job.wait()
 
 
-@pytest.mark.newer
+@pytest.mark.weekly
 def test_a_preempted_run_goes_on(cluster, tmp_path):
     """Stopped by Slurm's signal, it is queued again, and has each row once, to the bit that of an undisturbed run."""
     with submitted(cluster, "cut", UNDISTURBED="whole") as job:

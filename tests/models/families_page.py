@@ -58,6 +58,7 @@ _MODELS = {
     "qwen3_vl_moe": ("Qwen3-VL-235B-A22B", "Qwen3-VL-30B-A3B"),
     "qwen3_vl_moe_text": ("the same", ""),
     "qwen2_moe": ("", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
+    "sarvam_moe": ("", "Sarvam-30B"),
     "glm4_moe": ("GLM-4.5", "GLM-4.5-Air, 4.6 and 4.7"),
     "minimax_m2": ("MiniMax-M2.5, M2.7", "MiniMax-M2"),
     "hy_v3": ("", "Hunyuan 3"),
@@ -76,6 +77,8 @@ _MODELS = {
     "gemma4": ("Gemma 4 26B-A4B, also in NVFP4", ""),
     "gemma4_text": ("the same", ""),
     "mimo_v2_flash": ("MiMo-V2-Flash", ""),
+    "exaone_moe": ("", "K-EXAONE-236B-A23B"),
+    "afmoe": ("", "Trinity Mini and Nano"),
 }
 _LISTED = """
 ## What is ignored

@@ -35,7 +35,7 @@ list of types with transformers.
 _AROUND, _HYBRID = "its text model is in `text_config`", "layers of"
 # Each package of transformers with experts, by its name -> what is missing; nothing where its type is read.
 MISSING = {
-    "afmoe": "gates on attention, windows in some layers, layers without rotation, norms after each part",
+    "afmoe": "",
     "aria": f"{_AROUND}; gates by softmax over the chosen experts beside shared ones, keys of its own",
     "axk1": "a norm after the experts of a layer; otherwise as `glm4_moe_lite`",
     "axk2": "gates on norms, sparse attention",
@@ -54,7 +54,7 @@ MISSING = {
     "dots3_note": f"{_AROUND}; windows and sparse attention in latent attention, shared experts of another width",
     "ernie4_5_moe": "",
     "ernie4_5_vl_moe": f"{_AROUND}; experts for images apart from those for text, positions in three parts",
-    "exaone_moe": "windows in some layers, layers without rotation",
+    "exaone_moe": "",
     "flex_olmo": "norms after each part instead of before",
     "flint": "windows in some layers, shared experts in a model like `qwen3_moe`",
     "gemma4": "",
@@ -106,7 +106,7 @@ MISSING = {
     "qwen3_vl_moe": "",
     "qwen4_exp": f"{_AROUND}; sparse attention, hyper-connections, embeddings of several tokens",
     "sarvam_mla": "only its keys and defaults; the layers are those of `deepseek_v3`",
-    "sarvam_moe": "only its keys and defaults; the layers are those of `glm4_moe`",
+    "sarvam_moe": "",
     "solar_open": "",
     "step3p7": f"{_AROUND}; windows with another number of heads, gates on heads, clamped experts",
     "switch_transformers": "an encoder beside the decoder",

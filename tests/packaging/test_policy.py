@@ -37,7 +37,10 @@ def test_a_newer_python_runs_a_file_of_each_package():
     assert [file for file in files if "{" not in file and not (ROOT / file).is_file()] == []
     assert "(newer or interpreted)" in RUN
     left_out = [path for folder in ("hub", "vendors") for path in (ROOT / "tests" / folder).glob("test_*.py")]
-    assert [path.name for path in left_out if re.search(r"mark\.(newer|interpreted|weekly)", path.read_text())] == []
+    assert [path.name for path in left_out if re.search(r"mark\.(newer|interpreted)", path.read_text())] == []
+    weekly = [step.get("run", "") for job in WORKFLOWS["nightly.yml"]["jobs"].values() for step in job["steps"]]
+    assert "pytest -m weekly tests/hub" in weekly
+    assert [path for path in (ROOT / "tests" / "vendors").glob("test_*.py") if "mark.weekly" in path.read_text()] == []
 
 
 def test_what_the_suite_leaves_out_runs_in_ci_or_each_week():

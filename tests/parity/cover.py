@@ -17,8 +17,8 @@ A `Case` has these columns:
 
 `product()` has every combination of all columns but chunks whose rules fit the mesh. `cover()` is a small part of it:
 with `EXTRA_CASES`, a pairwise cover of the columns that can interact (`_INTERACT`). Any two values of such columns that
-are together in some case of the product are together in some case that the suite runs. With `-m full` it traces the
-product and runs a part of it.
+are together in some case of the product are together in some case that the suite runs each week; CI has `each_time()`
+of them. With `-m full` it traces the product and runs a part of it.
 """
 
 import functools
@@ -580,6 +580,43 @@ def cover() -> tuple[Case, ...]:
         first = list(eligible).index(True)
         cases[first] = replace(cases[first], chunks=3)
     return tuple(cases)
+
+
+# What CI has of the pairs above each time; all of them run each week. Families meet whether widths and whether
+# sequences are split, which concerns their arrays and mixers. A strategy sees only rows and experts of a family.
+_EACH_TIME = (
+    ("mesh", "mesh"),
+    ("rules", "rules"),
+    ("optimizer", "widths"),
+    ("strategy", "spread"),
+    ("microbatches", "strategy"),
+    ("balance", "sequences"),
+    ("remat", "sequences"),
+    ("family", "widths parted"),
+)
+
+
+@functools.cache
+def each_time() -> tuple[Case, ...]:
+    """Return the part of `cover()` that has, with `EXTRA_CASES`, what it has of the pairs in `_EACH_TIME`.
+
+    On one device strategies do not differ in what moves, so not each of them meets it. The choice is greedy.
+    """
+
+    def pairs(case: Case) -> set[tuple[Any, ...]]:
+        values = {name: several[0] for name, several in _aspects(case.mesh, case.rules).items()} | vars(case)
+        values["widths"], values["parted"] = values["spread"] == "tensor", values["sequences"] != "whole"
+        if values["parted"]:
+            values["sequences"] = case.context_parallel
+        every = ((a, values[a], b, values[b]) for a, others in _EACH_TIME for b in others.split())
+        return {pair for pair in every if pair[0] != "strategy" or pair[3] != "alone"}
+
+    chosen: list[Case] = []
+    missing = set().union(*map(pairs, cover())) - set().union(*map(pairs, EXTRA_CASES))
+    while missing:
+        chosen.append(max(cover(), key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
+    return tuple(case for case in cover() if case in chosen)
 
 
 # Cases outside the product: DeepSeek-V2, with two sequences per micro-step on eight devices; layers that alternate

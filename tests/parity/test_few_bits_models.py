@@ -106,7 +106,9 @@ LAYOUTS = [
     Case("dense", "fsdp8", "pure_fsdp", "full", 1, "batch", "deepseek"),
     Case("capacity", "data2_fsdp2_ep2", "shard_exp_on_fsdp", "full", 1, "batch", "deepseek"),
     pytest.param(Case("ring", "fsdp2_tensor4", "tensor", "full", 1, "batch", "grouped"), marks=pytest.mark.weekly),
-    Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "qwen3_5"),
+    pytest.param(
+        Case("gather", "ep2_context2_tensor2", "tensor", "full", 1, "batch", "qwen3_5"), marks=pytest.mark.weekly
+    ),
 ]
 
 

@@ -115,9 +115,11 @@ SELECTED = [
     pytest.param(Setup("olmoe", "ragged", "fsdp2_ep2_context2", "shard_exp_on_fsdp"), marks=pytest.mark.weekly),
     Setup("deepseek", "capacity", "ep2_context2_tensor2", "tensor"),
     Setup("gpt_oss", "ring", "fsdp2_ep2_context2", "cp_as_ep"),
-    Setup("qwen3_5", "ragged", "fsdp2_ep2_context2", "fsdp_ep"),
+    pytest.param(Setup("qwen3_5", "ragged", "fsdp2_ep2_context2", "fsdp_ep"), marks=pytest.mark.weekly),
     # Validation passes through stages, and generation runs all layers on each device.
-    Setup("deepseek_deep", "ring", "stage2_ep4", "fsdp_ep", Circular(4, chunks=2)),
+    pytest.param(
+        Setup("deepseek_deep", "ring", "stage2_ep4", "fsdp_ep", Circular(4, chunks=2)), marks=pytest.mark.weekly
+    ),
 ]
 
 

@@ -114,7 +114,7 @@ def split_step(length: int, *words: str) -> tuple[Any, Step]:
     [
         (8192, (*GROUPED, "execution.context_parallel=ring")),
         (2048, (*LATENT, "execution.context_parallel=gather")),
-        (2048, (*RECURRENT, "execution.context_parallel=ring")),
+        pytest.param(2048, (*RECURRENT, "execution.context_parallel=ring"), marks=pytest.mark.weekly),
         pytest.param(2048, (*GROUPED, "execution.context_parallel=ring"), marks=pytest.mark.full),
         pytest.param(8192, (*LATENT, "execution.context_parallel=gather"), marks=pytest.mark.full),
     ],

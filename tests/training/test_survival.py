@@ -314,6 +314,7 @@ def test_the_reason_of_a_failed_save_is_not_cut_off(tmp_path, monkeypatch, numbe
         checkpoints.save(1, state, {"versions": {}, "config": {}, "loader": {}})
 
 
+@pytest.mark.weekly
 def test_few_open_files_and_small_files(tiny, tmp_path):
     """The reason stands somewhere in a long line of a library, which names the file first."""
     code = """

@@ -69,6 +69,7 @@ def run_under_load(*words: str, until: str) -> list[str]:
     return lines
 
 
+@pytest.mark.weekly
 def test_a_pipeline_of_four_stages(tmp_path):
     command = (str(ROOT / "scripts" / "train.py"), *COMMAND.split(), f"run_dir={tmp_path / 'run'}")
     lines = run_under_load(*command, until="step 3/12")
