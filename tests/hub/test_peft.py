@@ -60,6 +60,7 @@ READ = {
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
     "lfm2": ("attention", "mlp"),
+    "solar": ("attention", "experts"),
     "gemma4": ("attention", "shared", "*.router.weight"),
     "llama4": ("attention", "shared"),
     "mimo": ("attention", "mlp"),

@@ -64,6 +64,7 @@ MORE = (
     "mistral 4 plain",
     "v2 lite, tied",
     "lfm2 two dense",
+    "solar plain",
 )
 # More of a kind, in which sizes or the layers' order differ; some run on a mesh below.
 WEEKLY = (
