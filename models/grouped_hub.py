@@ -21,7 +21,16 @@ from typing import Any, Literal
 
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
-from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, rope_keys, rotary_share, write_rope
+from moezoo.models.config_json import (
+    FOR_IMAGES,
+    REQUIRED,
+    YARN_KEYS,
+    ConfigJson,
+    read_rope,
+    rope_keys,
+    rotary_share,
+    write_rope,
+)
 from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.hub import (
     SILU,
@@ -57,6 +66,7 @@ from moezoo.typed import show
 _ABOUT = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
     "qwen3_vl_moe_text": "as qwen3_moe; the text part of Qwen3-VL, which folders have inside a `qwen3_vl_moe`",
+    "qwen3_omni_moe_text": "as qwen3_moe; the text part of Qwen3-Omni's thinker, inside a `qwen3_omni_moe`",
     "qwen2_moe": "biases of queries, keys and values, softmax router, a shared MLP with a gate; Qwen1.5-MoE, Qwen2-MoE",
     "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
     "sarvam_moe": "as glm4_moe with whole heads rotated, queries, keys and values in one tensor; Sarvam-30B",
@@ -273,6 +283,9 @@ _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none",
 _SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
 # transformers does not read these keys. Some programs that serve models choose other experts without them.
 _SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+# Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
+_WITHOUT_OTHERS: Mapping[str, Any] = {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,)}
+_WITHOUT_OTHERS |= {"use_qk_norm": (True,), "max_window_layers": (0,)}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
 
 
@@ -318,9 +331,7 @@ _TYPES = {
         common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | BY_LIST,
         heads_and_rope() | {"window": _WINDOW},
         USUAL,
-        # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
-        {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
-        | {"max_window_layers": (0,)},
+        _WITHOUT_OTHERS,
     ),
     # Positions of texts are equal in all parts of `mrope_section`, so rotation is the usual one.
     "qwen3_vl_moe_text": ModelType(
@@ -336,10 +347,28 @@ _TYPES = {
         | _LOSS
         | _BIAS
         | BY_LIST,
-        heads_and_rope(5e5, others=("mrope_section", "mrope_interleaved")),
+        heads_and_rope(5e5, others=FOR_IMAGES),
         USUAL,
         {"norm_topk_prob": (True,), "use_sliding_window": (False,), "sliding_window": ()},
         "max_window_layers",
+    ),
+    "qwen3_omni_moe_text": ModelType(
+        "Qwen3Moe",
+        common(32768, norm_eps=1e-6)
+        | {
+            "model_type": fixed({"model_type": "qwen3_moe"}),
+            "kv_heads": Key("num_key_value_heads", 4),
+            "mlp": Key("intermediate_size", 18944),
+            "expert_mlp": Key("moe_intermediate_size", 768),
+            "experts": Key("num_experts", 128),
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+        }
+        | _LOSS
+        | _BIAS
+        | BY_LIST,
+        heads_and_rope(1e6, others=FOR_IMAGES),
+        USUAL,
+        _WITHOUT_OTHERS | {"use_sliding_window": (False,), "sliding_window": ()},
     ),
     "qwen2_moe": ModelType(
         "Qwen2Moe",

@@ -152,6 +152,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
         ("lfm2", ("experts",), "not found in the base model"),
+        ("nemotron", ("attention", "shared", "mlp"), "ignored"),
         ("mimo", ("experts",), "not found in the base model"),
         ("sarvam", ("attention",), "not found in the base model"),
         ("afmoe", ("attention",), "Cannot convert"),

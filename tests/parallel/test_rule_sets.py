@@ -90,7 +90,9 @@ def placement_of(layout, axes, shape, mesh):
 
 def inner(layout, axes, shape, mesh):
     """Return the mesh axes that an inner dimension of a parameter is split over: none where key heads are too few."""
-    heads = dict.fromkeys(("key_heads", "value_heads", "channels"), "heads")  # of recurrent layers
+    heads = dict.fromkeys(
+        ("key_heads", "value_heads", "state_groups", "state_heads", "channels"), "heads"
+    )  # of recurrent layers
     names = {heads.get(name, name) for name in axes.names} & set(INNER)
     few = "kv_heads" in names and shape[axes.names.index("kv_heads")] < mesh.get("tensor", 1)
     return {axis for name in names if not few for axis in live(layout.store.get(name, ()), mesh)}

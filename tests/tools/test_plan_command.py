@@ -56,7 +56,9 @@ def test_json_is_alone_and_sorted(console):
     assert all("name no axis 'expert'" in row["reason"] and row["mesh"] == {"expert": 8} for row in rows[6:])
 
 
-@pytest.mark.parametrize(("topology", "setting"), [("v5p:2x2x2", ""), ("h200:8", f"{FRACTION} ")])
+@pytest.mark.parametrize(
+    ("topology", "setting"), [pytest.param("v5p:2x2x2", "", marks=pytest.mark.weekly), ("h200:8", f"{FRACTION} ")]
+)
 def test_the_answer_comes_first(console, monkeypatch, topology, setting):
     """The best row, what it needs, and the command that runs it, which lets JAX take as much as the answer says."""
     monkeypatch.setenv("COLUMNS", "200")
