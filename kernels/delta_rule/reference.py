@@ -1,5 +1,7 @@
 """The naive backend: one token after another. Its gradient keeps a state per token."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,7 +19,7 @@ def rule(operands: Operands, start: Start) -> Recalled:
     floats = jax.tree.map(lambda x: x.astype(jnp.float32), floats)
     by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (*floats, o.segment == before))
 
-    def read(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    def read(state: Array, token: tuple[Any, ...]) -> tuple[Array, Array]:
         q, k, v, decay, strength, continues = token
         state = jnp.where(continues[:, None, None, None, None], state * jnp.exp(decay)[..., None], 0)
         if strength is not None:

@@ -223,7 +223,7 @@ def test_spans_one_behind_the_other(kind):
             for a, b in itertools.pairwise(at)
         ]
         both = then(*spans)
-        return times(both.factor, initial) + both.term, both.factor
+        return times(both.factor, jnp.asarray(initial)) + both.term, both.factor
 
     state, factor = maps()
     wanted, *_ = loop(floats, segment, before, np.zeros_like(floats.v), np.zeros_like(initial))[1:]

@@ -185,8 +185,8 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "llama4": (Llama4Config, _LLAMA4, 6),
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
-    "nemotron_h": (NemotronHConfig, _NEMOTRON_H, 6),
     "lfm2_moe": (Lfm2MoeConfig, _LFM2, 6),
+    "nemotron_h": (NemotronHConfig, _NEMOTRON_H, 6),
     "gemma4": (Gemma4Config, _GEMMA4, 4),
     "windowed": (WindowedConfig, _WINDOWED, 4),
 }
