@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError, locating
-from moezoo.host.files import check_name, read_json
+from moezoo.host.files import INFINITY, check_name, read_json
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, read_modelopt_file, read_quantization
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
@@ -149,7 +149,7 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
 
 def describe(file: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
     """Return what a config.json of any name describes, with ModelOpt's file beside it. Raises as `read_config` does."""
-    mapping = read_json(file)
+    mapping = read_json(file, constants=INFINITY)
     try:
         text = text_config(mapping)
     except UserError as error:

@@ -364,6 +364,7 @@ def test_another_delta_rule_is_seen(monkeypatch, passed, decays):
     assert not compared(check_of(f"delta_rule wrong {passed} {decays}"))["agrees"]
 
 
+@pytest.mark.weekly
 def test_the_delta_rule_by_length(capsys):
     """In chunks beside attention, with its time, its tokens per second and its memory."""
     code, _, err = bench(capsys, "rehearse=tpu", "only=delta_rule", "out=a")

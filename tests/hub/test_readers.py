@@ -81,8 +81,8 @@ def written(save):
     return write
 
 
-def cases(names: Any) -> list[Any]:
-    return [pytest.param(name, marks=() if name in NOT_FULL else pytest.mark.full) for name in names]
+def cases(names: Any, mark: Any = ()) -> list[Any]:
+    return [pytest.param(name, marks=mark if name in NOT_FULL else pytest.mark.full) for name in names]
 
 
 def run(path: str, *program: Any) -> list[str]:
@@ -169,6 +169,6 @@ def test_what_transformers_4_reads(written, name):
     assert_reads(written, name, "4.57.", str(OLDER))
 
 
-@pytest.mark.parametrize("name", cases(CASES))
+@pytest.mark.parametrize("name", cases(CASES, pytest.mark.weekly))
 def test_what_transformers_5_reads(written, name):
     assert_reads(written, name, "5.", "")

@@ -129,10 +129,13 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     return losses, norms
 
 
-# The parts of these two are in the steps of the parity suite and in the gradients of their tiny models.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("gemma4", "kimi linear"))) for name in CASES]
-)
+# The parts of Kimi Linear and Gemma 4 are in the steps of the parity suite and in the gradients of their tiny models. So
+# are those of Qwen3.5, and frozen arrays, which run each week.
+MARKS = {"kimi linear": pytest.mark.full, "gemma4": pytest.mark.full}
+MARKS |= {"qwen3.5": pytest.mark.weekly, "mixtral, frozen": pytest.mark.weekly}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])
 def test_five_steps(save, name):
     case = CASES[name]
     folder, given = save(case.config).folder, batches(case.documents)

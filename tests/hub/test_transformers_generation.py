@@ -64,6 +64,11 @@ MORE = (
     "mistral 4 plain",
     "v2 lite, tied",
     "lfm2 two dense",
+    "solar plain",
+    "mimo plain, tied",
+    "exaone groups, tied",
+    "afmoe plain, tied",
+    "sarvam",
 )
 # More of a kind, in which sizes or the layers' order differ; some run on a mesh below.
 WEEKLY = (
@@ -82,6 +87,15 @@ WEEKLY = (
     "next four heads, tied",
     "next equal heads",
     "next plain",
+    "qwen2",
+    "qwen2 window, tied",
+    "sarvam",
+    "lfm2 biases, untied",
+    "llama4 two experts",
+    "llama4 no stretches",
+    "mimo plain, tied",
+    "exaone groups, tied",
+    "afmoe plain, tied",
 )
 MARKS = dict.fromkeys(MORE, pytest.mark.full) | dict.fromkeys(WEEKLY, pytest.mark.weekly)
 

@@ -157,7 +157,7 @@ def test_the_summary_has_the_choice_and_its_numbers():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("train", "mesh=fsdp2_ep4 rules=ep_as_cp execution.microbatches=2"),
+        pytest.param("train", "mesh=fsdp2_ep4 rules=ep_as_cp execution.microbatches=2", marks=pytest.mark.weekly),
         ("train", "mesh=ep8 execution.remat=none trained=['.unembedding.*']"),
         pytest.param("train", "mesh=ep8 rules.batch=[data,fsdp] frozen=['*.experts.*']", marks=pytest.mark.weekly),
         ("evaluate", "mesh.fsdp=2 mesh.context=4 rules=cp_as_ep"),

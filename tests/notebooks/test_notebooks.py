@@ -13,17 +13,28 @@ NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 MOST_BYTES = 300_000
 
 
+# CI runs the first steps, and from a folder to a trained one. The suite has what the others do.
+EACH_WEEK = ("layouts.ipynb", "own_dispatch.ipynb")
+
+
+def read(name):
+    return nbformat.read(NOTEBOOKS / name, as_version=4)
+
+
 @pytest.fixture(params=NAMES)
 def notebook(request):
-    return nbformat.read(NOTEBOOKS / request.param, as_version=4)
+    return read(request.param)
 
 
 @pytest.mark.notebooks
 @pytest.mark.filterwarnings("default")  # Jupyter itself warns
-def test_runs(notebook, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.weekly] * (name in EACH_WEEK)) for name in NAMES]
+)
+def test_runs(name, tmp_path, monkeypatch):
     """Its assertions hold: agreement with plain loops, with one device, and the like."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", getattr(jax.config, CACHE) or "")
-    run(notebook, tmp_path)
+    run(read(name), tmp_path)
 
 
 def test_is_committed_executed(notebook):

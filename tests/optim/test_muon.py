@@ -115,7 +115,7 @@ LAYOUTS = (
     ("mixtral", "single", "fsdp_ep"),
     ("mixtral", "fsdp8", "fsdp_ep"),
     pytest.param("deepseek", "fsdp2_ep4", "fsdp_ep", marks=pytest.mark.weekly),
-    ("deepseek", "fsdp2_ep4", "shard_exp_on_fsdp"),
+    pytest.param("deepseek", "fsdp2_ep4", "shard_exp_on_fsdp", marks=pytest.mark.weekly),
     ("grouped", "fsdp2_ep2_context2", "cp_as_ep"),
     ("grouped_periodic", "ep8", "ep_as_cp"),
     ("deepseek", "ep2_context2_tensor2", "tensor"),

@@ -74,7 +74,7 @@ def compare(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case is CASES[0] else pytest.mark.weekly) for case in CASES],
+    [pytest.param(case, marks=() if case.pipeline else pytest.mark.weekly) for case in CASES],
     ids=str,
 )
 def test_every_mesh_drops_the_same(case):

@@ -35,7 +35,10 @@ def save(folder, name, **keywords):
     return folder
 
 
-@pytest.mark.parametrize(("name", "call"), [("mixtral", "train"), ("deepseek", "decode"), ("gpt_oss", "evaluate")])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("mixtral", "train"), pytest.param("deepseek", "decode", marks=pytest.mark.weekly), ("gpt_oss", "evaluate")],
+)
 def test_it_is_the_layout_of_the_folder_with_weights(console, tmp_path, name, call):
     """The rows of `init_from`, which compares all tensors: parameters, activations, collectives and memory."""
     folder = save(tmp_path / "whole", name)

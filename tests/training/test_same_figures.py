@@ -34,14 +34,11 @@ CASES = {
         1,
     ),
 }
-IN_CI = "kinds of layers, with dropout, in stages"
 STEPS = ("steps=2", "eval_every=1", "batch_size=16", "optimizer.learning_rate=0.002", "schedule.warmup_steps=0")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == IN_CI else pytest.mark.weekly) for name in CASES],
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize("name", CASES)
 def test_figures_of_several_devices(tiny, tmp_path, name):
     """Rows of two steps, with validations. Float32 sums of some thousand terms in another order differ by 2e-6 or so.
 
