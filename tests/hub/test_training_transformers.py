@@ -129,8 +129,8 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     return losses, norms
 
 
-# The parts of Kimi Linear and Gemma 4 are in the steps of the parity suite and in the gradients of their tiny models. So
-# are those of Qwen3.5, and frozen arrays, which run each week.
+# The parts of Kimi Linear and Gemma 4 are in the steps of the parity suite and in the gradients of their tiny models.
+# So are those of Qwen3.5, and frozen arrays, which run each week.
 MARKS = {"kimi linear": pytest.mark.full, "gemma4": pytest.mark.full}
 MARKS |= {"qwen3.5": pytest.mark.weekly, "mixtral, frozen": pytest.mark.weekly}
 
