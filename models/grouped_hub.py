@@ -73,6 +73,7 @@ _ABOUT = {
     "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
     "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
+    "solar_open": "as glm4_moe without norms of queries and keys; whole heads are rotated; Solar Open",
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
 # Our settings `moe_every` and `mlp_layers`: every how many layers one has experts, and which of these have an MLP.
@@ -278,6 +279,8 @@ _WINDOW_OF_QWEN2 = Part(
 _WINDOW_BY_LAYER = Part(_read_window_by_layer, _write_window_by_layer, {"window": "sliding_window"})
 _SIZES = required("kv_heads=num_key_value_heads mlp=intermediate_size expert_mlp=moe_intermediate_size")
 _LOSS: Settings = {"load_balance": Key("router_aux_loss_coef", 0.001)}
+# Of types in which no layer has an MLP: where a width is asked for, it is that of experts.
+_MLP_OF_EXPERTS = Part(lambda config, found: {"mlp": found["expert_mlp"]})
 _GATES: Settings = {"router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised"))}
 _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none", "all"))}
 _SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
@@ -403,6 +406,21 @@ _TYPES = {
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         _MTP,
     ),
+    "solar_open": ModelType(
+        "SolarOpen",
+        {ours: entry for ours, entry in _like_deepseek_v3(131072, shared=1).items() if ours != "mlp"}
+        | {
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+            "attention_bias": Key("attention_bias", False, words=("none", "inputs")),
+            "norms": fixed({"norm_over": "nothing"}),
+            "mlp": _MLP_OF_EXPERTS,
+        },
+        heads_and_rope(1e6, 128),
+        USUAL,
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "use_qk_norm": (False,)}
+        | {"first_k_dense_replace": (0,)},
+        "intermediate_size " + _MTP,  # of layers with an MLP
+    ),
     "sarvam_moe": ModelType(
         "SarvamMoE",
         _like_deepseek_v3(131072)
@@ -435,8 +453,7 @@ _TYPES = {
             "experts": Key("num_local_experts num_experts"),
             "fixed": fixed(_SIGMOID | {"norm_over": "projection"}, scoring_func="sigmoid", use_routing_bias=True),
             "norms": fixed(use_qk_norm=True, qk_norm_type="per_layer"),
-            # No layer has an MLP; where a width is asked for, it is that of experts.
-            "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
+            "mlp": _MLP_OF_EXPERTS,
         },
         heads_and_rope(5e6, 128, 1.0, "rotary_dim")
         | {"rotary_dim": Part(write=lambda c: {"rotary_dim": c.rotary_dims or c.head_dim})},
@@ -570,7 +587,7 @@ DENSE_HUB = Hub(
             "Qwen3",
             {"model_type": fixed({"model_type": "qwen3_moe"})}
             | common_dense(32768, kv_heads=32)
-            | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
+            | {"mlp": _MLP_OF_EXPERTS}
             | _BIAS,
             heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
             DENSE,

@@ -165,7 +165,7 @@ def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims to
 def _between(decay: Float[Array, "*dims token"]) -> Float[Array, "*dims token token"]:
     """Sum the decays after each earlier token up to each later one, [..., later, earlier]; 0 if it is not later."""
     size = decay.shape[-1]
-    return jnp.cumsum(_where(np.tri(size, k=-1, dtype=bool), decay[..., None]), -2)
+    return jnp.cumsum(jnp.tril(jnp.broadcast_to(decay[..., None], (*decay.shape, size)), -1), -2)
 
 
 def _pairs_per_head(x: _Floats, *left: Array) -> list[Array]:

@@ -224,7 +224,7 @@ WAYS = (
     BESIDE,
     begin("language_model.layers.", "language_model.", "lm_head."),
     # The model without its unembedding, as transformers' AutoModel has it, or with it.
-    {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "rotary_emb")},
+    {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "embedding_norm", "rotary_emb")},
 )
 
 
@@ -246,6 +246,7 @@ FORMS = (
     Form("qwen3_vl_moe as released", rows(*_EXPERTS, _JOINED, "transposed"), ("E d 2I", "E I d")),
     # What transformers 5 has in memory: in raw state dicts, and saved with save_original_format=False.
     Form("transformers 5", rows(*_EXPERTS, _JOINED, "of_experts")),
+    Form("transformers 5, lfm2_moe", rows(f"{MOE}experts.", f"{LAYER}feed_forward.experts.", _JOINED, "of_experts")),
     Form("transformers 5, mixtral, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "weight=gate.weight")),
     Form("transformers 5, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "choice_bias=e_score_correction_bias")),
     Form(

@@ -14,7 +14,7 @@ _PROJ = ("gate_proj", "up_proj", "down_proj")
 _TOGETHER: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _W),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _PROJ),
-    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe", "qwen3_next"), _PROJ),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"), _PROJ),
     **dict.fromkeys(("exaone_moe", "afmoe"), _PROJ),
 }
 # The types whose experts it does not put together, with the modules that transformers names in another way.

@@ -121,6 +121,13 @@ class Mixer(eqx.Module):
         """
         return {}
 
+    def memory_seen(self) -> Mapping[str, float]:
+        """Return platform -> how many times the predicted memory a compiled step had in use, where it was over 1.2.
+
+        The module is as for `state`.
+        """
+        return {}
+
     def token_flops(self) -> TokenFlops:
         """Return the FLOPs of a token in a layer, over all heads of the module, which is as for `state`."""
         return TokenFlops()

@@ -4,6 +4,7 @@ A query, a key and a value of each token pass through short convolutions (`moezo
 written into a state at the key, and the state answers the query (`moezoo.kernels.delta_rule`).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from moezoo.nn.linear import draws_numbers
 from moezoo.nn.positions import Context
 from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.nn.split_text import SplitText
+from moezoo.parallel.collectives import ATTENTION
 from moezoo.parallel.kernels import KernelOrder
 from moezoo.parallel.mesh_execution import MeshExecution
 
@@ -120,24 +122,37 @@ def read(
     else:
         kept: Memory = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, past.layer, keepdims=False), past.state)
         before, segment_before = kept.inputs, jnp.broadcast_to(segment, (len(segment), reach))
-    filtered = Inputs(
-        *(
+
+    @jax.checkpoint
+    def written(convolutions: Convolutions, inputs: Inputs, before: Inputs, others: PyTree) -> Written:
+        filtered = (
             convolution(x, segment, old, segment_before)
             for convolution, x, old in zip(convolutions, inputs, before, strict=True)
         )
-    )
-    operands, beside = write(filtered, others, segment)
-    groups = operands.k.shape[2]
+        return write(Inputs(*filtered), others, segment)
+
+    made_of = convolutions, inputs, before, others
     with jax.named_scope("delta_rule"):
         if text is None:
+            groups = inputs.key.shape[2]
             start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=groups))
         elif len(text.chunks) > 1:
             last_segment = text.segments_before(context, 1)[:, 0]
-            start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
+            start = Start(last_segment, text.states_before(span_map(written(*made_of).operands, last_segment, order)))
         else:
             start = None
-        result, state = delta_rule(operands, start, order)
-    result = rearrange(result if beside is None else result + beside, "b s h g v -> b s (h g) v")
+
+    # The backward pass makes queries, keys and values again: until then only what they are made of is there, and the
+    # states, which the rule names. Behind the rule it does so once more, so sums of taps are not there beside it.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(ATTENTION))
+    def answers(*made_of: Any) -> tuple[Array, Array]:
+        operands, beside = written(*made_of)
+        with jax.named_scope("delta_rule"):
+            result, state = delta_rule(operands, start, order)
+        return result if beside is None else result + beside, state
+
+    result, state = answers(*made_of)
+    result = rearrange(result, "b s h g v -> b s (h g) v")
     left = Inputs(
         *(
             last(jnp.concatenate(pair, 1), jnp.concatenate([segment_before, segment], 1), reach)

@@ -238,6 +238,8 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     kimi linear => {"use_grouped_topk": false} => use_grouped_topk=false with num_expert_group=4
     kimi linear => {"tie_word_embeddings": true} => tie_word_embeddings=true ... only false
     kimi linear => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
+    solar => {"partial_rotary_factor": 0.5} => partial_rotary_factor=0.5 ... only 1
+    solar => {"first_k_dense_replace": 1} => first_k_dense_replace=1 ... only 0
     nemotron => {"hybrid_override_pattern": "MEM-"} => hybrid_override_pattern=MEM- contradicts layers_block_type
     nemotron => {"layers_block_type": ["moe", "rnn"]} => layers_block_type names rnn: expected linear_attention or
     nemotron => {"num_hidden_layers": 5} => num_hidden_layers=5, but hybrid_override_pattern names 4 layers

@@ -61,6 +61,7 @@ READ = {
     "glm": ("attention", "experts", "*.router.weight"),
     "next plain": ("attention", "experts"),
     "lfm2": ("attention", "mlp"),
+    "solar": ("attention", "experts"),
     "nemotron": (*_OF_MAMBA, "*.attention.query", "shared", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
     "llama4": ("attention", "shared"),

@@ -333,6 +333,7 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("glm", {"window": 4}, ("model.window=4: a glm4_moe folder", "read as null")),
     ("minimax", {"mlp_layers": (0,)}, ("model.mlp_layers=[0]: a minimax_m2 folder",)),
     ("minimax", {"router": Choice()}, ("model.router.score=softmax: a minimax_m2 folder", "read as sigmoid")),
+    ("solar", {"rotary_dims": 4}, ("model.rotary_dims=4: a solar_open folder", "read as null")),
     ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
     ("sarvam", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a sarvam_moe folder", "read as none")),

@@ -57,7 +57,7 @@ def qwen3(**changes: Any) -> GroupedConfig:
 def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     """Return a tiny model of another type of that family; `changes` has what its type always has."""
     router = {"ernie4_5_moe": Choice(choice_bias="learned", least_sum=0.4)}.get(model_type, SIGMOID)
-    mlp = SMALL["expert_mlp"] if model_type == "minimax_m2" else 20  # no layer of that type has an MLP
+    mlp = SMALL["expert_mlp"] if model_type in ("minimax_m2", "solar_open") else 20  # no layer of these has an MLP
     sizes: dict[str, Any] = {"mlp": mlp, "mlp_layers": (), "layers": 2, "model_type": model_type, "router": router}
     if model_type == "glm4_moe":
         sizes |= {"load_balance": 0.0001, "load_balance_over": "sequence"}
@@ -203,6 +203,15 @@ CONFIGS = {
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
     "dots plain": of_type("dots1", kv_heads=4, shared_experts=1, router=replace(SIGMOID, gates="scores")),
+    "solar": of_type("solar_open", norm_over="nothing", attention_bias="inputs", shared_experts=2, router=ROUTER),
+    "solar plain": of_type(
+        "solar_open",
+        norm_over="nothing",
+        shared_experts=1,
+        router=replace(SIGMOID, gates="scores"),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=True,
+    ),
     "ernie": of_type("ernie4_5_moe", norm_over="nothing", rope_pairs="interleaved", mlp_layers=(0,), shared_experts=2),
     "ernie every other": of_type(
         "ernie4_5_moe",
@@ -363,7 +372,7 @@ PLAIN: dict[str, Any] = (
         "afmoe": afmoe(router=SIGMOID),
     }
     | {name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
-    | {"nemotron": CONFIGS["nemotron"]}
+    | {name: CONFIGS[name] for name in ("nemotron", "solar")}
 )
 
 

@@ -65,6 +65,7 @@ _MODELS = {
     "minimax_m2": ("MiniMax-M2.5, M2.7", "MiniMax-M2"),
     "hy_v3": ("", "Hunyuan 3"),
     "dots1": ("", "dots.llm1"),
+    "solar_open": ("", "Solar Open 100B"),
     "ernie4_5_moe": ("", "ERNIE 4.5"),
     "qwen3": ("Qwen3-0.6B, 1.7B, 8B and 32B", "others"),
     "gpt_oss": ("gpt-oss-20b, 120b", ""),

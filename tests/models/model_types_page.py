@@ -107,7 +107,7 @@ MISSING = {
     "qwen4_exp": f"{_AROUND}; sparse attention, hyper-connections, embeddings of several tokens",
     "sarvam_mla": "only its keys and defaults; the layers are those of `deepseek_v3`",
     "sarvam_moe": "",
-    "solar_open": "only its keys and defaults; the experts are those of `glm4_moe`",
+    "solar_open": "",
     "step3p7": f"{_AROUND}; windows with another number of heads, gates on heads, clamped experts",
     "switch_transformers": "an encoder beside the decoder",
     "unlimited_ocr": f"{_AROUND}; as `deepseek_ocr2`, with windows that keep what a text refers to",

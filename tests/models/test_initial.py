@@ -26,7 +26,7 @@ def test_initial_values(family):
     for (path, axes, shape), array in zip(parameter_table(model), jax.tree.leaves(model), strict=True):
         if path.endswith((".decay.rate", ".decay.bias", ".attention.rate", ".step_bias")):  # tests/nn/test_delta.py
             continue
-        is_filter = ".convolutions" in path and path.endswith(".weight")
+        is_filter = (".convolutions" in path and path.endswith(".weight")) or path.endswith(".filters")
         if axes.role not in (Role.WEIGHT, Role.EMBEDDING) and not is_filter:
             starts = axes.role is Role.SCALE and (".attention.norm" in path or not config.norms_around_one)
             starts |= path.endswith((".decay.bias", "].scale"))

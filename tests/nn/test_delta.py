@@ -20,6 +20,7 @@ from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import Rules
+from moezoo.parallel.traces import equations
 
 EMBED, BATCH, SEQ, EPSILON = 8, 2, 24, 1e-5
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key_dim=4, value_dim=3)
@@ -177,6 +178,27 @@ def test_initial_decays():
     steps = np.logaddexp(0, np.asarray(mamba.step_bias, np.float64))
     np.testing.assert_allclose([np.log(steps).mean(), np.log(steps).std()], [-4.6, np.log(100) / 12**0.5], atol=0.3)
     assert np.unique(mamba.skip).tolist() == [1]
+
+
+def test_what_a_gradient_keeps():
+    """Of what the rule reads, the inputs of the convolutions, decays and strengths: no queries and keys, and states."""
+    m, execution = mixer("gated"), on_mesh(Execution())
+    group = execution.inner_group("heads")
+    layer = lambda m, x: m(x, make_context(AT, execution, "contiguous"), execution).leave(group)  # noqa: E731
+    kept = jax.tree.leaves(jax.eval_shape(lambda m, x: jax.vjp(layer, m, x)[1], m, X))
+    # Of pieces [piece, batch, heads, group, key_dim, value_dim]; operands in chunks have as many dimensions or more.
+    assert [x.shape for x in kept if x.ndim > 5] == [(1, BATCH, 2, 2, 4, 3)]
+    # The inputs of two convolutions.
+    assert [x.shape for x in kept].count((BATCH, SEQ, 2, 4)) == 2
+
+
+def test_sums_of_taps_are_made_again_behind_the_rule():
+    """Sigmoids of two convolutions are made forwards, for the gradient of the rule, and for their own."""
+    m, execution = mixer("gated"), on_mesh(Execution())
+    layer = lambda m, x: m(x, make_context(AT, execution, "contiguous"), execution).y  # noqa: E731
+    traced = jax.make_jaxpr(lambda m, x: jax.vjp(layer, m, x)[1](x))(m, X)
+    made = [x.equation.outvars[0].aval for x in equations(traced) if x.equation.primitive.name == "logistic"]
+    assert [getattr(x, "shape", ()) for x in made].count((BATCH, SEQ, 2, 4)) == 3 * 2
 
 
 @pytest.mark.parametrize("name", ["gated", "kimi", "kimi safe", "mamba", "clamped mamba"])

@@ -126,9 +126,7 @@ def test_temporaries_of_a_split_sequence(length, words):
     analysis: Any = step.compile().program.memory_analysis()
     model = step_footprint(step)
     predicted = model.peak - model.arguments
-    # With recurrent layers XLA holds more on a CPU than the model says (docs/planning.md).
-    most = 1.8 if words[0] == RECURRENT[0] else 1.2
-    assert predicted / 1.2 < analysis.temp_size_in_bytes < most * predicted
+    assert predicted / 1.2 < analysis.temp_size_in_bytes < 1.2 * predicted
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,9 @@ def test_the_scan_does_not_slice_experts():
     "words",
     [
         ("optimizer=adamw", "mesh=single"),
-        ("optimizer=adamw", "mesh=fsdp2_ep4", "optimizer.moment_dtype=bfloat16"),
+        pytest.param(
+            ("optimizer=adamw", "mesh=fsdp2_ep4", "optimizer.moment_dtype=bfloat16"), marks=pytest.mark.weekly
+        ),
         pytest.param(("optimizer=muon", "mesh=single"), marks=pytest.mark.weekly),
         pytest.param(("optimizer=muon", "mesh=single", "optimizer.moment_dtype=bfloat16"), marks=pytest.mark.weekly),
         pytest.param(("optimizer=sgd", "mesh=single"), marks=pytest.mark.weekly),

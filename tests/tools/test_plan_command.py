@@ -149,7 +149,7 @@ def test_picture(console, tmp_path, monkeypatch):
 
 def test_nothing_fits(console):
     """The rows are printed all the same, as JSON too, with what would help."""
-    words = ("model=deepseek_v3", "topology=v5e:2x4", "mesh=ep8", "batch_size=8", "seq_len=64", "--estimate")
+    words = ("model=mixtral_8x7b", "topology=v5e:2x4", "mesh=ep8", "batch_size=8", "seq_len=64", "--estimate")
     code, out, err = console("plan", *words, "dispatch=ring", "--json")
     (row,) = json.loads(out)
     assert (code, row["fits"]) == (2, False)
