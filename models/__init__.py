@@ -18,6 +18,8 @@ from moezoo.models import (
     llama4,
     llama4_hub,
     mixtral,
+    nemotron_h,
+    nemotron_h_hub,
     olmoe,
     qwen3_5,
     qwen3_5_hub,
@@ -35,6 +37,7 @@ from moezoo.models.kimi_linear import KimiLinearConfig
 from moezoo.models.lfm2_moe import Lfm2MoeConfig
 from moezoo.models.llama4 import Llama4Config
 from moezoo.models.mixtral import MixtralConfig
+from moezoo.models.nemotron_h import NemotronHConfig
 from moezoo.models.olmoe import OlmoeConfig
 from moezoo.models.qwen3_5 import Qwen35Config
 from moezoo.models.windowed import WindowedConfig
@@ -51,7 +54,9 @@ Qwen35 = Family("qwen3_5", Qwen35Config, qwen3_5.kinds, qwen3_5.make_block, qwen
 Lfm2Moe = Family("lfm2_moe", Lfm2MoeConfig, lfm2_moe.kinds, lfm2_moe.make_block, lfm2_moe_hub.HUB)
 Gemma4 = Family("gemma4", Gemma4Config, gemma4.kinds, gemma4.make_block, gemma4_hub.HUB)
 Windowed = Family("windowed", WindowedConfig, windowed.kinds, windowed.make_block, windowed_hub.HUB)
-_FAMILIES = (DeepSeek, Mixtral, Olmoe, Llama4, Grouped, GptOss, Qwen35, KimiLinear, Lfm2Moe, Gemma4, Windowed)
+NemotronH = Family("nemotron_h", NemotronHConfig, nemotron_h.kinds, nemotron_h.make_block, nemotron_h_hub.HUB)
+_HYBRIDS = (Qwen35, KimiLinear, Lfm2Moe, NemotronH)
+_FAMILIES = (DeepSeek, Mixtral, Olmoe, Llama4, Grouped, GptOss, *_HYBRIDS, Gemma4, Windowed)
 FAMILIES = {family.name: family for family in _FAMILIES}
 
 

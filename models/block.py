@@ -4,9 +4,9 @@
     x = x + feed_forward(norm(x))        # an MLP or a mixture of experts
     x = x * scale                        # in few families
 
-with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745). Devices that share
-heads or the width of MLPs have the same x, and the block sums their partial results (Shoeybi et al., 2019,
-arXiv:1909.08053, section 3).
+with x [batch, seq, embed] (the pre-norm residual layer of Xiong et al., 2020, arXiv:2002.04745). In few families blocks
+have one of the two parts. Devices that share heads or the width of MLPs have the same x, and the block sums their
+partial results (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 """
 
 from typing import NamedTuple
@@ -39,12 +39,14 @@ class Block(eqx.Module):
     The two `after` norms are for families that also normalise what a part adds. Without a `feed_forward_norm` that part
     reads the residual stream as it is, and has norms of its own. The residual stream is multiplied by `scale`, one
     stored number, which is not trained.
+
+    A block of one part has no `feed_forward`, or `NoMixer` and no `attention_norm`.
     """
 
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | None
     attention: Mixer
     feed_forward_norm: RMSNorm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     after_attention_norm: RMSNorm | None = None
     after_feed_forward_norm: RMSNorm | None = None
     scale: Buffer[Array, "layer_scale"] | None = None
@@ -53,18 +55,28 @@ class Block(eqx.Module):
         self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
     ) -> LayerOutput:
         """Run the layer. Its weights are gathered already. With a `past`, see `run_layers`."""
-        with jax.named_scope("attention"):
-            out = self.attention(self.attention_norm(x), context, execution, past)
-            y = out.leave(execution.inner_group("heads"))
-            x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
-        with jax.named_scope("feed_forward"):
-            given = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
-            y, sums, _ = self.feed_forward(given, context, execution)
-            y = y if self.feed_forward.is_whole else execution.inner_group("mlp").leave(y)
-            x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
+        kept = sums = None
+        if self.attention_norm is not None:
+            with jax.named_scope("attention"):
+                out = self.attention(self.attention_norm(x), context, execution, past)
+                y, kept = out.leave(execution.inner_group("heads")), out.kept
+                x = x + (y if self.after_attention_norm is None else self.after_attention_norm(y))
+        if self.feed_forward is not None:
+            with jax.named_scope("feed_forward"):
+                given = x if self.feed_forward_norm is None else self.feed_forward_norm(x)
+                y, sums, _ = self.feed_forward(given, context, execution)
+                y = y if self.feed_forward.is_whole else execution.inner_group("mlp").leave(y)
+                x = x + (y if self.after_feed_forward_norm is None else self.after_feed_forward_norm(y))
         if self.scale is not None:
             x = x * self.scale.astype(x.dtype)[None, None]
-        return LayerOutput(x, sums, out.kept)
+        return LayerOutput(x, sums, kept)
+
+    @property
+    def width(self) -> int:
+        """The width of the residual stream. The block may be that of a stack, and hold shapes."""
+        norm = self.feed_forward_norm if self.attention_norm is None else self.attention_norm
+        assert norm is not None, "a block without a mixer has a norm before its feed-forward part"
+        return norm.scale.shape[-1]
 
     @property
     def moe(self) -> MoE | None:

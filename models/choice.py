@@ -107,7 +107,7 @@ class ExpertLayer(NamedTuple):
         trained: Which of them are trained.
         num_experts: E.
         k: The experts per token.
-        embed: The width of a token.
+        embed: The width of a token where experts read it.
         rows: The sequences over all devices.
         length: The tokens of each.
         differentiated: Whether the call has a backward pass that reaches the layer.
@@ -145,8 +145,8 @@ def expert_layer(
     leaves, structure = jax.tree.flatten(moe.experts)
     shapes = tuple((x.shape[1:], jnp.dtype(x.dtype)) for x in leaves)
     learns = tuple(jax.tree.leaves(mask[number].blocks[kind].feed_forward.experts))
-    *_, embed, num_experts = moe.router.weight.shape
-    return ExpertLayer(shapes, structure, learns, num_experts, moe.router.k, embed, rows, length, differentiated)
+    num_experts, width = moe.router.weight.shape[-1], moe.experts.width
+    return ExpertLayer(shapes, structure, learns, num_experts, moe.router.k, width, rows, length, differentiated)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -148,26 +148,32 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedAttentionConfig(ModelConfig):
+class KeyValueHeadsConfig(ModelConfig):
     """The settings of a model with grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245).
 
     | field | meaning |
     |---|---|
     | `kv_heads` | key-value heads; each serves `heads` / `kv_heads` query heads |
     | `head_dim` | size of a head's query, key and value |
-    | `rope_base` | base of the rotary frequencies |
     """
 
     kv_heads: Size = 2
-    head_dim: Even = 32  # rotary positions turn pairs
-    rope_base: Positive = 1e4
+    head_dim: Size = 32
 
     def __post_init__(self):
         super().__post_init__()
         check_heads(self, "kv_heads")
 
 
-def check_heads(config: GroupedAttentionConfig, name: str) -> None:
+@dataclasses.dataclass(frozen=True)
+class GroupedAttentionConfig(KeyValueHeadsConfig):
+    """The same with rotary positions; `rope_base` is the base of their frequencies."""
+
+    head_dim: Even = 32  # rotary positions turn pairs
+    rope_base: Positive = 1e4
+
+
+def check_heads(config: KeyValueHeadsConfig, name: str) -> None:
     """Raise `UserError` unless the setting `name`, a number of key-value heads, divides that of heads."""
     if config.heads % (heads := getattr(config, name)):
         raise UserError(

@@ -41,6 +41,8 @@ WITHOUT_EFFECT = frozenset(
 # Where transformers 4, and programs of its time, look for rotary settings. Without these keys they take defaults.
 _OUTSIDE = ("rope_theta", "partial_rotary_factor")
 OLDER_ROPE = (*_OUTSIDE, "rope_scaling")
+# Settings of the same table for positions in images, which change nothing for text.
+FOR_IMAGES = ("mrope_section", "mrope_interleaved", "interleaved")
 
 # Older names of kinds of layers, which transformers reads as the newer ones.
 _OLDER_KINDS: Mapping[str, str] = {

@@ -23,6 +23,7 @@ per token. The unembedding is a matrix of its own or, with `tied_embeddings`, th
 | `minimax_m2` (MiniMax, 2025) | whole projection | a share | none | sigmoid | none |
 | `hy_v3` (Tencent, 2026, Hunyuan 3) | each head | all | none or all | sigmoid | yes |
 | `dots1` (rednote-hilab, 2025, arXiv:2506.05767) | each head | all | none or all | sigmoid | yes |
+| `solar_open` (Upstage, 2025, Solar Open) | none | all | none or inputs | sigmoid | yes |
 | `ernie4_5_moe` (Baidu, 2025, ERNIE 4.5) | none | all, interleaved | none | softmax | yes or none |
 
 The sigmoid routers are DeepSeek-V3's (2024, arXiv:2412.19437, section 2.1.2); they and ERNIE's have a choice bias.
@@ -44,7 +45,17 @@ from moezoo.nn.attention import Biases, NormOver
 from moezoo.nn.rotary import Pairs, Rotary, Yarn
 from moezoo.typed import AtMost, Count, Even, Size
 
-Type = Literal["qwen3_moe", "qwen2_moe", "glm4_moe", "sarvam_moe", "minimax_m2", "hy_v3", "dots1", "ernie4_5_moe"]
+Type = Literal[
+    "qwen3_moe",
+    "qwen2_moe",
+    "glm4_moe",
+    "sarvam_moe",
+    "solar_open",
+    "minimax_m2",
+    "hy_v3",
+    "dots1",
+    "ernie4_5_moe",
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,16 @@ from typing import Any, Literal
 
 from moezoo.errors import UserError
 from moezoo.models import deepseek_hub
-from moezoo.models.config_json import REQUIRED, YARN_KEYS, ConfigJson, read_rope, rope_keys, rotary_share, write_rope
+from moezoo.models.config_json import (
+    FOR_IMAGES,
+    REQUIRED,
+    YARN_KEYS,
+    ConfigJson,
+    read_rope,
+    rope_keys,
+    rotary_share,
+    write_rope,
+)
 from moezoo.models.grouped import GroupedConfig, kinds
 from moezoo.models.hub import (
     SILU,
@@ -57,12 +66,14 @@ from moezoo.typed import show
 _ABOUT = {
     "qwen3_moe": "norms of each query and key, softmax router; Qwen3-MoE",
     "qwen3_vl_moe_text": "as qwen3_moe; the text part of Qwen3-VL, which folders have inside a `qwen3_vl_moe`",
+    "qwen3_omni_moe_text": "as qwen3_moe; the text part of Qwen3-Omni's thinker, inside a `qwen3_omni_moe`",
     "qwen2_moe": "biases of queries, keys and values, softmax router, a shared MLP with a gate; Qwen1.5-MoE, Qwen2-MoE",
     "glm4_moe": "part of each head is rotated, sigmoid router with a choice bias, shared experts; GLM-4.5, 4.6 and 4.7",
     "sarvam_moe": "as glm4_moe with whole heads rotated, queries, keys and values in one tensor; Sarvam-30B",
     "minimax_m2": "as glm4_moe without shared experts, norms over all queries and over all keys; MiniMax-M2",
     "hy_v3": "norms of each query and key, sigmoid router with a choice bias, shared experts; Hunyuan 3",
     "dots1": "as hy_v3, with a router that first chooses groups of experts; dots.llm1",
+    "solar_open": "as glm4_moe without norms of queries and keys; whole heads are rotated; Solar Open",
     "ernie4_5_moe": "interleaved rotation, softmax router with a choice bias, shared experts; ERNIE 4.5",
 }
 # Our settings `moe_every` and `mlp_layers`: every how many layers one has experts, and which of these have an MLP.
@@ -268,11 +279,16 @@ _WINDOW_OF_QWEN2 = Part(
 _WINDOW_BY_LAYER = Part(_read_window_by_layer, _write_window_by_layer, {"window": "sliding_window"})
 _SIZES = required("kv_heads=num_key_value_heads mlp=intermediate_size expert_mlp=moe_intermediate_size")
 _LOSS: Settings = {"load_balance": Key("router_aux_loss_coef", 0.001)}
+# Of types in which no layer has an MLP: where a width is asked for, it is that of experts.
+_MLP_OF_EXPERTS = Part(lambda config, found: {"mlp": found["expert_mlp"]})
 _GATES: Settings = {"router.gates": Key("norm_topk_prob", False, words=("scores", "renormalised"))}
 _BIAS: Settings = {"attention_bias": Key("attention_bias", False, words=("none", "all"))}
 _SIGMOID = {"router.score": "sigmoid", "router.choice_bias": "learned", "router.group_score": "sum_of_top2"}
 # transformers does not read these keys. Some programs that serve models choose other experts without them.
 _SIGMOID_KEYS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+# Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
+_WITHOUT_OTHERS: Mapping[str, Any] = {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,)}
+_WITHOUT_OTHERS |= {"use_qk_norm": (True,), "max_window_layers": (0,)}
 _MTP = "num_nextn_predict_layers num_mtp_layers"  # further layers, which are not loaded
 
 
@@ -318,9 +334,7 @@ _TYPES = {
         common(32768) | _SIZES | _LOSS | {"experts": Key("num_experts num_local_experts")} | _GATES | _BIAS | BY_LIST,
         heads_and_rope() | {"window": _WINDOW},
         USUAL,
-        # Of models with shared experts, biases and norms that Qwen3-MoE has not, or always has.
-        {"shared_expert_intermediate_size": (0,), "qkv_bias": (False,), "use_qk_norm": (True,)}
-        | {"max_window_layers": (0,)},
+        _WITHOUT_OTHERS,
     ),
     # Positions of texts are equal in all parts of `mrope_section`, so rotation is the usual one.
     "qwen3_vl_moe_text": ModelType(
@@ -336,10 +350,28 @@ _TYPES = {
         | _LOSS
         | _BIAS
         | BY_LIST,
-        heads_and_rope(5e5, others=("mrope_section", "mrope_interleaved")),
+        heads_and_rope(5e5, others=FOR_IMAGES),
         USUAL,
         {"norm_topk_prob": (True,), "use_sliding_window": (False,), "sliding_window": ()},
         "max_window_layers",
+    ),
+    "qwen3_omni_moe_text": ModelType(
+        "Qwen3Moe",
+        common(32768, norm_eps=1e-6)
+        | {
+            "model_type": fixed({"model_type": "qwen3_moe"}),
+            "kv_heads": Key("num_key_value_heads", 4),
+            "mlp": Key("intermediate_size", 18944),
+            "expert_mlp": Key("moe_intermediate_size", 768),
+            "experts": Key("num_experts", 128),
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+        }
+        | _LOSS
+        | _BIAS
+        | BY_LIST,
+        heads_and_rope(1e6, others=FOR_IMAGES),
+        USUAL,
+        _WITHOUT_OTHERS | {"use_sliding_window": (False,), "sliding_window": ()},
     ),
     "qwen2_moe": ModelType(
         "Qwen2Moe",
@@ -374,6 +406,21 @@ _TYPES = {
         {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         _MTP,
     ),
+    "solar_open": ModelType(
+        "SolarOpen",
+        {ours: entry for ours, entry in _like_deepseek_v3(131072, shared=1).items() if ours != "mlp"}
+        | {
+            "router.gates": Key("norm_topk_prob", True, words=("scores", "renormalised")),
+            "attention_bias": Key("attention_bias", False, words=("none", "inputs")),
+            "norms": fixed({"norm_over": "nothing"}),
+            "mlp": _MLP_OF_EXPERTS,
+        },
+        heads_and_rope(1e6, 128),
+        USUAL,
+        {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "use_qk_norm": (False,)}
+        | {"first_k_dense_replace": (0,)},
+        "intermediate_size " + _MTP,  # of layers with an MLP
+    ),
     "sarvam_moe": ModelType(
         "SarvamMoE",
         _like_deepseek_v3(131072)
@@ -406,8 +453,7 @@ _TYPES = {
             "experts": Key("num_local_experts num_experts"),
             "fixed": fixed(_SIGMOID | {"norm_over": "projection"}, scoring_func="sigmoid", use_routing_bias=True),
             "norms": fixed(use_qk_norm=True, qk_norm_type="per_layer"),
-            # No layer has an MLP; where a width is asked for, it is that of experts.
-            "mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]}),
+            "mlp": _MLP_OF_EXPERTS,
         },
         heads_and_rope(5e6, 128, 1.0, "rotary_dim")
         | {"rotary_dim": Part(write=lambda c: {"rotary_dim": c.rotary_dims or c.head_dim})},
@@ -541,7 +587,7 @@ DENSE_HUB = Hub(
             "Qwen3",
             {"model_type": fixed({"model_type": "qwen3_moe"})}
             | common_dense(32768, kv_heads=32)
-            | {"mlp": Part(lambda config, found: {"mlp": found["expert_mlp"]})}
+            | {"mlp": _MLP_OF_EXPERTS}
             | _BIAS,
             heads_and_rope(size=128) | {"window": Part(_read_window_of_qwen3, keys={"window": "sliding_window"})},
             DENSE,

@@ -72,11 +72,13 @@ class Part:
         read: `read(config, found)` returns settings. Raises `UserError` for values that do not fit.
         write: `write(config)` returns keys of config.json.
         keys: Our settings and their keys, for messages.
+        forms: Those of the settings that are read back in another form, although the model is the same.
     """
 
     read: Callable[[ConfigJson, Found], Found] = lambda config, found: {}
     write: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    forms: tuple[str, ...] = ()
 
 
 # By the name of the setting, or, for a part, by any name.
@@ -273,10 +275,12 @@ class Hub:
         Settings that are read back in another form, such as layers by their kinds, change keys and are not lost.
         """
         mapping, found = self.write(config), {}
-        read = self.read(type(config), mapping)
+        read, t = self.read(type(config), mapping), self.types[self.type_of(config)]
+        entries = (t.settings | t.further).values()
+        forms = {ours for entry in entries if isinstance(entry, Part) for ours in entry.forms}
         for ours, kind in settings_of(type(config)).items():
             value, other = map(operator.attrgetter(ours), (config, read))
-            if not dataclasses.is_dataclass(kind) and value != other:
+            if not dataclasses.is_dataclass(kind) and ours not in forms and value != other:
                 with contextlib.suppress(UserError):  # the other value does not fit the rest, which has keys
                     if self.write(_replace(config, ours, other)) == self.write(_replace(read, ours, value)) == mapping:
                         found[ours] = (value, other)

@@ -83,7 +83,7 @@ def _traced(
         numbers = (x.astype(jnp.float32).sum() for x in jax.tree.leaves((y, counts, results)))
         return functools.reduce(jnp.add, (vary(x, execution.live_axes) for x in numbers))[None]
 
-    embed = stack.blocks[0].attention_norm.scale.shape[-1]
+    embed = stack.blocks[0].width
     x, token = (
         jax.ShapeDtypeStruct((rows, length, embed), execution.dtype),
         jax.ShapeDtypeStruct((rows, length), "int32"),

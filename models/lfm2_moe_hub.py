@@ -5,10 +5,22 @@ from typing import Any
 
 from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson
-from moezoo.models.hub import SILU, Found, Hub, Key, ModelType, Part, common, fixed, head_dim, required, rope
+from moezoo.models.hub import (
+    SILU,
+    Found,
+    Hub,
+    Key,
+    ModelType,
+    Part,
+    check_only,
+    common,
+    fixed,
+    head_dim,
+    required,
+    rope,
+)
 from moezoo.models.lfm2_moe import Lfm2MoeConfig, every_fourth, kinds
 from moezoo.models.names import ATTENTION, LAYER, MOE, change, layers, rows
-from moezoo.typed import show
 
 _FEED_FORWARD, _CONVOLUTION = f"{LAYER}feed_forward.", f"{LAYER}conv."
 _W = "gate=w1.weight up=w3.weight down=w2.weight"
@@ -95,15 +107,9 @@ _LFM2_MOE = ModelType(
 
 def _check(c: Lfm2MoeConfig, mapping: Mapping[str, Any]) -> None:
     """Raise `UserError` for what no folder has."""
-    r = c.router
-    for setting, value, only in (
-        ("score", r.score, "sigmoid"),
-        ("groups", r.groups, 1),
-        ("least_sum", r.least_sum, 0.0),
-        ("added_to_sum", r.added_to_sum if r.gates == "renormalised" else 1e-6, 1e-6),
-    ):
-        if value != only:
-            raise UserError(f"model.router.{setting}={show(value)}: LFM2 in transformers has only {show(only)}")
+    only = {"router.score": "sigmoid", "router.groups": 1, "router.least_sum": 0.0}
+    only |= {"router.added_to_sum": 1e-6} if c.router.gates == "renormalised" else {}
+    check_only(c, "LFM2", only)
 
 
 HUB = Hub(

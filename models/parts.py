@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, ModelConfig
+from moezoo.models.config import KeyValueHeadsConfig, ModelConfig
 from moezoo.moe.experts import Experts
-from moezoo.moe.mixture import BranchNorms, GatesOn, MoE
+from moezoo.moe.mixture import BranchNorms, GatesOn, Latent, MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
-from moezoo.nn.base import FeedForward, Mixer
+from moezoo.nn.base import FeedForward, Mixer, NoMixer
 from moezoo.nn.mlp import MLP, SWIGLU, Activation
 from moezoo.nn.norm import RMSNorm
 
@@ -33,7 +33,14 @@ def block(c: ModelConfig, dtype: jnp.dtype, attention: Mixer, feed_forward: Feed
     return Block(norm(c, dtype), attention, norm(c, dtype), feed_forward)
 
 
-def grouped_attention(c: GroupedAttentionConfig, dtype: jnp.dtype, key: Array, **options: Any) -> Attention:
+def block_of_one(c: ModelConfig, dtype: jnp.dtype, part: Mixer | FeedForward) -> Block:
+    """Return a layer of this part alone."""
+    if isinstance(part, Mixer):
+        return Block(norm(c, dtype), part, None, None)
+    return Block(None, NoMixer(), norm(c, dtype), part)
+
+
+def grouped_attention(c: KeyValueHeadsConfig, dtype: jnp.dtype, key: Array, **options: Any) -> Attention:
     """Return grouped-query attention. `options`: those of `Attention` that differ by family."""
     norms = {"norm_eps": c.norm_eps, "norm_around_one": c.norms_around_one, "norm_cast_last": c.norms_cast_last}
     options = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, **norms, **options}
@@ -60,6 +67,7 @@ def mixture(
     scales: Literal["none", "trained"] = "none",
     activation: Activation = SWIGLU,
     gates_on: GatesOn = "results",
+    latent: int | None = None,
     **options: Any,
 ) -> MoE:
     """Return a mixture of experts.
@@ -67,7 +75,7 @@ def mixture(
     Args:
         c: The configuration.
         dtype: The dtype of parameters.
-        keys: A random key each for the router, the experts and the shared MLP, if there is one.
+        keys: A random key each for the router, the experts, the shared MLP, if there is one, and the latent.
         choice: How the router chooses experts.
         shared: The width of the shared MLP; 0 for none.
         shared_gated: Whether it is gated by one number per token.
@@ -76,11 +84,13 @@ def mixture(
         scales: Whether the router scales its input and gates by trained numbers.
         activation: That of experts and of the shared MLP.
         gates_on: What gates multiply.
+        latent: The width of a latent that the experts are in; None for none.
         options: Those of `Experts` that differ by family.
     """
     sizes = (c.embed, c.experts, c.experts_per_token)
     router = Router(*sizes, choice, bias=bias, scales=scales, norm_eps=c.norm_eps, dtype=dtype, key=keys[0])
-    options = {"activation": activation, "out_std": out_std(c), **options}
-    experts = Experts(c.experts, c.embed, c.expert_mlp, dtype=dtype, key=keys[1], **options)
+    options = {"activation": activation, "out_std": out_std(c) if latent is None else 1.0, **options}
+    experts = Experts(c.experts, latent or c.embed, c.expert_mlp, dtype=dtype, key=keys[1], **options)
     beside = mlp(c, dtype, keys[2], shared, shared_gated, activation) if shared else None
-    return MoE(router, experts, beside, norms, gates_on)
+    around = latent and Latent(c.embed, latent, out_std=out_std(c), dtype=dtype, key=keys[3])
+    return MoE(router, experts, beside, norms, gates_on, around or None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from moezoo.kernels.delta_rule import chunked, reference
 from moezoo.kernels.delta_rule.base import Backend, Operands, Recalled, Rule, SpanMap, Start
@@ -42,8 +42,11 @@ def delta_rule(
 
         S <- exp(decay) S;  S <- S + k (strength (v - S^T k))^T;  o = S^T q
 
-    (Yang et al., 2024, arXiv:2412.06464), in float32. Differentiable by both results, in reverse mode and first order,
-    in all floats. Inside `shard_map` both results vary wherever an operand does, and no collective runs.
+    (Yang et al., 2024, arXiv:2412.06464), in float32. Without strengths the second step is S <- S + k v^T, as in state
+    space duality (Dao and Gu, 2024, arXiv:2405.21060), whose B, Delta x and C are k, v and q here.
+
+    Differentiable by both results, in reverse mode and first order, in all floats. Inside `shard_map` both results vary
+    wherever an operand does, and no collective runs.
 
     | backend | how | what its gradient keeps | the default |
     |---|---|---|---|
@@ -104,10 +107,16 @@ def span_map(
 ) -> SpanMap:
     """Return the map from the states before these tokens to those after them, for devices that share a sequence.
 
-    It is what the rule makes of the unit matrix and of zeros side by side, with values of zero for the former.
+    It is what the rule makes of the unit matrix and of zeros side by side, with values of zero for the former. Without
+    strengths it is what the rule makes of zeros, and the decay over all tokens.
     `segment` is that of `Start`; other arguments are those of `delta_rule`.
     """
     o = operands
+    if o.strength is None:
+        decay = o.decay if o.per_channel else o.decay[..., None]
+        goes_on = (o.segment[:, -1] == segment)[:, None, None, None, None]
+        factor = jnp.where(goes_on, jnp.exp(decay.astype(jnp.float32).sum(1))[..., None], 0)
+        return SpanMap(factor, delta_rule(o, None, implementation).state)
     batch, _, heads, group, value_dim = o.v.shape
     key_dim = o.k.shape[3]
     unit = jnp.broadcast_to(jnp.eye(key_dim, key_dim + value_dim), (batch, heads, group, key_dim, key_dim + value_dim))
@@ -118,5 +127,11 @@ def span_map(
 
 def then(first: SpanMap, second: SpanMap) -> SpanMap:
     """Return the map of two spans of tokens, one behind the other."""
-    dot = functools.partial(jnp.einsum, "...ij,...jk->...ik", precision=jax.lax.Precision.HIGHEST)
-    return SpanMap(dot(second.factor, first.factor), dot(second.factor, first.term) + second.term)
+    return SpanMap(times(second.factor, first.factor), times(second.factor, first.term) + second.term)
+
+
+def times(factor: Float[Array, "*dims rows columns"], state: Float[Array, "*dims rows width"]) -> Array:
+    """Return the product of a `SpanMap`'s factor and a state, or another factor."""
+    if factor.shape[-1] == 1:
+        return factor * state
+    return jnp.einsum("...ij,...jk->...ik", factor, state, precision=jax.lax.Precision.HIGHEST)

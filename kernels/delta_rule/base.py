@@ -1,4 +1,4 @@
-"""The contract of a backend of the delta rule, and what it returns."""
+"""The contract of a backend of the delta rule, and of the same without its correction, and what it returns."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,17 +16,19 @@ Values = Float[Array, "batch tokens key_heads group value_dim"]
 class Operands(eqx.Module):
     """What the delta rule reads: for each token of a text a query, a key, a value, a decay and a write strength.
 
+    Without strengths nothing is corrected: each token writes its value whole, as in linear attention with decays.
+
     Each key head serves `group` value heads. Tokens lie in the order of the text, and those of a document are next to
     each other. All numbers are finite.
 
     Attributes:
         q: The queries, scaled as the caller wants them.
         k: The keys, in the dtype of `q`, which may be float32 beside narrower values. Their norms are at most about 1,
-            and strengths are at most 2: then no state grows.
+            and strengths are at most 2: then no state grows. Without strengths they may have any norm.
         v: The values; `value_dim` may differ from `key_dim`.
         decay: float32. The logarithm of the factor of the state before the token is read, at most 0: one per value
             head, or one per value head and channel of the key.
-        strength: float32, how much of the error of the state's answer to a key is written.
+        strength: float32, how much of the error of the state's answer to a key is written; None: the value is written.
         segment: int32, the document of each token; the state is zero where a document begins. A number that has ended
             does not come again, except that of padding, whose results mean nothing.
     """
@@ -35,13 +37,13 @@ class Operands(eqx.Module):
     k: Float[Array, "batch tokens key_heads key_dim"]
     v: Values
     decay: Float[Array, "batch tokens key_heads group *channel"]
-    strength: Float[Array, "batch tokens key_heads group"]
+    strength: Float[Array, "batch tokens key_heads group"] | None
     segment: Int[Array, "batch tokens"]
 
     @property
     def per_channel(self) -> bool:
         """Whether each channel of a key has a decay of its own."""
-        return self.decay.ndim > self.strength.ndim
+        return self.decay.ndim == self.v.ndim
 
 
 class Start(NamedTuple):
@@ -71,10 +73,10 @@ class Recalled(NamedTuple):
 class SpanMap(NamedTuple):
     """The affine map by which a span of tokens takes the state before it to the one after it: S -> factor S + term.
 
-    Both float32.
+    Both float32. Without strengths the factor is a number per row of the state, or one for all of them: a column.
     """
 
-    factor: Float[Array, "batch key_heads group key_dim key_dim"]
+    factor: Float[Array, "batch key_heads group rows columns"]
     term: States
 
 

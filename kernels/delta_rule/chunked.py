@@ -8,6 +8,8 @@ token writes: U - W S, with U = A^-1 (strength v) and W = A^-1 (strength k decay
 
 (Yang et al., 2024, arXiv:2412.06464; per channel: Kimi Team, 2025, arXiv:2510.26692.) All in float32.
 
+Without strengths U is v and W is zero: no matrix is inverted (Dao and Gu, 2024, arXiv:2405.21060, section 6).
+
 Decays are sums of logarithms over the tokens between, never differences of running sums: these would lose what small
 decays say behind a large one. A decay per channel does not leave products of chunks as one factor; there, two tokens
 meet between them (`_pairs_per_channel`).
@@ -40,14 +42,14 @@ _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 class _Floats(NamedTuple):
     """The tokens of a piece: [batch, heads, chunks, CHUNK, dim], with a dimension `group` after heads where it varies.
 
-    Decays are [batch, heads, group, chunks, CHUNK, key_dim or 1].
+    Decays are [batch, heads, group, chunks, CHUNK, key_dim or 1]. There may be no strengths.
     """
 
     q: Array
     k: Array
     v: Array
     decay: Array
-    strength: Array
+    strength: Array | None
 
 
 class _Documents(NamedTuple):
@@ -71,8 +73,9 @@ def rule(operands: Operands, start: Start) -> Recalled:
         return x.reshape(x.shape[0], pieces, size, CHUNK, *x.shape[2:])
 
     # Padding at the end: tokens of the last document that write nothing and do not decay.
-    floats = _Floats(*map(cut, (o.q, o.k, o.v, decay, o.strength)))
-    floats = _Floats(*(jnp.moveaxis(x, (1, 4), (0, 2)) for x in floats[:2]), *map(_groups_first, floats[2:]))
+    floats = jax.tree.map(cut, _Floats(o.q, o.k, o.v, decay, o.strength))
+    by_head = (jnp.moveaxis(x, (1, 4), (0, 2)) for x in floats[:2])
+    floats = _Floats(*by_head, *jax.tree.map(_groups_first, floats[2:]))
     segment = cut(o.segment, "edge")
     last = segment[..., -1]
     before = jnp.concatenate([start.segment[:, None], last.reshape(len(last), -1)[:, :-1]], axis=1)
@@ -122,28 +125,31 @@ _read.defvjp(_forward, _backward)
 
 def _piece(x: _Floats, state: Array, documents: _Documents) -> tuple[Array, Array]:
     """Return the results of a piece, [batch, heads, group, chunks, CHUNK, value_dim], and the state after it."""
-    dtype, x = x.v.dtype, _Floats(*(one.astype(jnp.float32) for one in x))
+    dtype, x = x.v.dtype, jax.tree.map(lambda one: one.astype(jnp.float32), x)
     segment, before = (one[:, None, None] for one in documents)
     same = jnp.tril(segment[..., :, None] == segment[..., None, :])
     reads, writes = (segment == one[..., None] for one in (before, segment[..., -1]))
     reads, writes, keeps = reads[..., None], writes[..., None], (segment[..., -1] == before)[..., None]
     pair = _pairs_per_channel if x.decay.shape[-1] > 1 else _pairs_per_head
-    writing, reading = (jnp.where(same, one, 0) for one in pair(x))
-    inverse = invert(x.strength[..., None] * writing)
+    left = (x.q,) if x.strength is None else (x.k, x.q)
+    *writing, reading = (jnp.where(same, one, 0) for one in pair(x, *left))
+    inverse = None if x.strength is None else invert(x.strength[..., None] * writing[0])
     q, k = x.q[:, :, None], x.k[:, :, None]
     since = jnp.exp(jnp.cumsum(x.decay, -2))
     until = jnp.exp(_after(x.decay))
-    u = _dot("...ij,...jv->...iv", inverse, x.strength[..., None] * x.v)
-    w = _dot("...ij,...jk->...ik", inverse, jnp.where(reads, x.strength[..., None] * since * k, 0))
+    u, w = x.v, None
+    if x.strength is not None:
+        u = _dot("...ij,...jv->...iv", inverse, x.strength[..., None] * x.v)
+        w = _dot("...ij,...jk->...ik", inverse, jnp.where(reads, x.strength[..., None] * since * k, 0))
     tail = jnp.where(writes, k * until, 0)
     whole = jnp.where(keeps, since[..., -1, :], 0)
 
-    def step(state: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def step(state: Array, chunk: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
         u, w, tail, whole = chunk
-        written = u - _dot("...ik,...kv->...iv", w, state)
+        written = u if w is None else u - _dot("...ik,...kv->...iv", w, state)
         return whole[..., None] * state + _dot("...ik,...iv->...kv", tail, written), (state, written)
 
-    by_chunk = tuple(jnp.moveaxis(x, 3, 0) for x in (u, w, tail, whole))
+    by_chunk = jax.tree.map(lambda x: jnp.moveaxis(x, 3, 0), (u, w, tail, whole))
     after, (states, written) = lax.scan(step, state, by_chunk)
     states, written = (jnp.moveaxis(x, 0, 3) for x in (states, written))
     result = _dot("...ik,...kv->...iv", jnp.where(reads, since * q, 0), states)
@@ -159,17 +165,16 @@ def _after(decay: Float[Array, "*dims token channel"]) -> Float[Array, "*dims to
 def _between(decay: Float[Array, "*dims token"]) -> Float[Array, "*dims token token"]:
     """Sum the decays after each earlier token up to each later one, [..., later, earlier]; 0 if it is not later."""
     size = decay.shape[-1]
-    return jnp.cumsum(_where(np.tri(size, k=-1, dtype=bool), decay[..., None]), -2)
+    return jnp.cumsum(jnp.tril(jnp.broadcast_to(decay[..., None], (*decay.shape, size)), -1), -2)
 
 
-def _pairs_per_head(x: _Floats) -> tuple[Array, Array]:
-    """Return k_i k_j and q_i k_j times the decay from j to i, [..., CHUNK, CHUNK]; any number where i < j."""
+def _pairs_per_head(x: _Floats, *left: Array) -> list[Array]:
+    """Return y_i k_j times the decay from j to i for each y of `left`, [..., CHUNK, CHUNK]; any number where i < j."""
     faded = jnp.exp(_between(x.decay[..., 0]))
-    one = lambda y: _dot("...ik,...jk->...ij", y, x.k)[:, :, None] * faded  # noqa: E731
-    return one(x.k), one(x.q)
+    return [_dot("...ik,...jk->...ij", y, x.k)[:, :, None] * faded for y in left]
 
 
-def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
+def _pairs_per_channel(x: _Floats, *left: Array) -> list[Array]:
     """Return the same for decays per channel.
 
     Two tokens meet at the middle of the smallest group of 2, 4, 8, ... tokens that has both. The decays from the
@@ -183,14 +188,16 @@ def _pairs_per_channel(x: _Floats) -> tuple[Array, Array]:
     meet = (middle[:, :, None] == middle[:, None]) & is_later[:, :, None] & ~is_later[:, None]
     # Sums as a product: its factors are 0 and 1, so it adds decays, and takes none away.
     factor = jnp.exp(_dot("lit,...tk->...lik", jnp.asarray(between, x.decay.dtype), x.decay))
-    q, k = x.q[:, :, None], x.k[:, :, None]
+    k = x.k[:, :, None]
     faded = factor * k[..., None, :, :]
 
-    def pairs(one: Array, itself: Array) -> Array:
+    def pairs(y: Array) -> Array:
+        wide = y[:, :, None]
+        one, itself = faded if y is x.k else factor * wide[..., None, :, :], (wide * k).sum(-1)
         found = _where(meet, _dot("...ik,...jk->...ij", one, faded)).sum(-3)
         return found + _where(np.eye(CHUNK, dtype=bool), itself[..., None])
 
-    return pairs(faded, (k * k).sum(-1)), pairs(factor * q[..., None, :, :], (q * k).sum(-1))
+    return [*map(pairs, left)]
 
 
 def _where(given: np.ndarray, x: Array) -> Array:

@@ -232,7 +232,7 @@ def grouped_matmul(
 
 def gated(
     rows: Float[Array, "rows inputs"],
-    gate: Float[Array, "groups inputs outputs"] | Stored,
+    gate: Float[Array, "groups inputs outputs"] | Stored | None,
     up: Float[Array, "groups inputs outputs"] | Stored,
     group_sizes: Int[Array, " groups"],
     *,
@@ -245,11 +245,11 @@ def gated(
     """Compute activation(rows x gate + gate_bias, rows x up + up_bias), with each group's matrices and biases.
 
     Dtypes, varying axes and gradients are those of `grouped_matmul`. Backends without a kernel for this compose it of
-    calls of `grouped_matmul`.
+    calls of `grouped_matmul`, and all do without a gate: then the product with `up` is also that with `gate`.
 
     Args:
         rows: As for `grouped_matmul`.
-        gate: One matrix per group.
+        gate: One matrix per group; None for an activation that is not gated.
         up: One matrix per group.
         group_sizes: As for `grouped_matmul`.
         activation: A function of two arrays [rows, outputs]. Its value and gradient at zero must be finite.
@@ -269,7 +269,7 @@ def gated(
     options: Any = {"activation": activation, "keep": keep}
     composed = functools.partial(_gated, activation=activation)
     is_composed = isinstance(gate, Composed) or isinstance(up, Composed)
-    if is_composed or not any(_backend(one).gated for _, one in chosen):
+    if gate is None or is_composed or not any(_backend(one).gated for _, one in chosen):
         return composed(implementation, rows, gate, up, group_sizes, gate_bias, up_bias)
 
     def own(one: Chosen) -> Callable[..., Array]:
@@ -286,7 +286,7 @@ def routed_mlp(
     tokens: Float[Array, "tokens embed"],
     gates: Float[Array, "tokens k"],
     plan: Plan,
-    gate: Float[Array, "groups embed mlp"] | Stored,
+    gate: Float[Array, "groups embed mlp"] | Stored | None,
     up: Float[Array, "groups embed mlp"] | Stored,
     down: Float[Array, "groups mlp embed"] | Stored,
     *,
@@ -299,13 +299,14 @@ def routed_mlp(
     """Compute, for each token, sum_k gates[k] * expert_k(token), with expert(x) = gated(x) x down.
 
     Dtypes and varying axes are those of `grouped_matmul`; the sum over k is in float32 and in the order of choices.
-    Backends without a kernel for this compose it of `permute`, `gated`, `grouped_matmul` and `unpermute`.
+    Backends without a kernel for this compose it of `permute`, `gated`, `grouped_matmul` and `unpermute`, and all do
+    without a gate.
 
     Args:
         tokens: The tokens, in the dtype of the weights.
         gates: The gates, float32.
         plan: The rows of each group, and the token that each row holds.
-        gate: One matrix per group.
+        gate: One matrix per group; None as for `gated`.
         up: One matrix per group.
         down: One matrix per group.
         activation: As for `gated`.
@@ -324,13 +325,14 @@ def routed_mlp(
     chosen = _choose(implementation, tokens.dtype, gate, up, down)
     composed = functools.partial(_routed_mlp, activation=activation, keep=keep)
     # On accelerators these few rows take the composed path too.
-    are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in (gate, up, down))
-    is_sum = any(isinstance(w, Composed) for w in (gate, up, down))
+    matrices = [w for w in (gate, up, down) if w is not None]
+    are_few = _is_open(implementation) and all(few.suits(plan.assignment.shape[0], w) for w in matrices)
+    is_sum = any(isinstance(w, Composed) for w in matrices)
 
     def has_kernel(one: Backend) -> bool:
         return one.routed_mlp is not None and (one.in_stack or not is_sum)
 
-    if are_few or not any(has_kernel(_backend(one)) for _, one in chosen):
+    if gate is None or are_few or not any(has_kernel(_backend(one)) for _, one in chosen):
         weights = ExpertWeights(gate, up, down, gate_bias, up_bias)  # pyright: ignore[reportArgumentType] containers
         return composed(implementation, tokens, gates, plan, weights)
 
@@ -368,7 +370,9 @@ def _gated(implementation, rows, gate, up, group_sizes, gate_bias, up_bias, *, a
         # As a product, so that the gradient of a bias is summed group by group in a fixed order.
         return y if bias is None else y + product(jnp.ones_like(rows[:, :1]), bias[:, None])
 
-    result = activation(biased(gate, gate_bias), biased(up, up_bias))
+    first = None if gate is None else biased(gate, gate_bias)
+    second = biased(up, up_bias)
+    result = activation(second if first is None else first, second)
     used = lax.iota(jnp.int32, rows.shape[0])[:, None] < jnp.sum(group_sizes, dtype=jnp.int32)
     return jnp.where(used, result, jnp.zeros((), result.dtype))
 

@@ -4,11 +4,13 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from moezoo.errors import UserError
@@ -22,6 +24,9 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 LARGEST = 100_000_000  # bytes of JSON; safetensors has this limit for its headers
 _DEEPEST = 50
 _AGAIN = "download it again"
+# Numbers that are not JSON, by the names that Python writes and reads for them.
+_NONE: Mapping[str, float] = MappingProxyType({})
+INFINITY: Mapping[str, float] = MappingProxyType({"Infinity": math.inf})
 
 
 def open_file(path: Path, shown: str = "", advice: str = _AGAIN) -> BinaryIO:
@@ -49,14 +54,18 @@ def json_text(table: Mapping[str, Any]) -> bytes:
     return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def read_json(path: Path, shown: str = "", advice: str = _AGAIN) -> dict[str, Any]:
+def read_json(
+    path: Path, shown: str = "", advice: str = _AGAIN, constants: Mapping[str, float] = _NONE
+) -> dict[str, Any]:
     """Return the JSON object in a file. Raises as `open_file` and `parse_json` do."""
     with open_file(path, shown, advice) as file:
-        return parse_json(file.read(LARGEST + 1), shown or str(path), advice)
+        return parse_json(file.read(LARGEST + 1), shown or str(path), advice, constants)
 
 
-def parse_json(data: bytes, shown: str, advice: str = _AGAIN) -> dict[str, Any]:
+def parse_json(data: bytes, shown: str, advice: str = _AGAIN, constants: Mapping[str, float] = _NONE) -> dict[str, Any]:
     """Return the JSON object in `data`; `shown` and `advice` are for messages, as in `open_file`.
+
+    `constants`: as for `load_json`.
 
     Raises `UserError` where the data is too long, is not a JSON object in UTF-8 that `load_json` reads, or is deep.
     """
@@ -67,7 +76,7 @@ def parse_json(data: bytes, shown: str, advice: str = _AGAIN) -> dict[str, Any]:
     if len(data) > LARGEST:
         raise refuse(f"has more than {LARGEST} bytes")
     try:
-        found = load_json(data.decode())
+        found = load_json(data.decode(), constants)
     except UnicodeDecodeError as error:
         kind = "UTF-16 text" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "binary data"
         raise refuse(f"is {kind}, expected JSON in UTF-8") from error
@@ -82,13 +91,20 @@ def parse_json(data: bytes, shown: str, advice: str = _AGAIN) -> dict[str, Any]:
     return found
 
 
-def load_json(text: str) -> Any:
+def load_json(text: str, constants: Mapping[str, float] = _NONE) -> Any:
     """Return what JSON text holds. Raises `ValueError` for any other text, and for what readers take differently.
 
     That is a key that an object has twice, of which Python takes the last one, and NaN and infinities, which Python
-    reads although they are not JSON.
+    reads although they are not JSON. Those in `constants`, by their names, are numbers: released config.json files have
+    them.
     """
-    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant)
+
+    def constant(name: str) -> float:
+        if name not in constants:
+            raise ValueError(f"{name} is no number of JSON")
+        return constants[name]
+
+    return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=constant)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -97,10 +113,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
         raise ValueError(f"an object has the key {show(max(names, key=names.count))[:80]} twice")
     return found
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def _depth(value: Any) -> int:

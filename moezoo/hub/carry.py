@@ -21,7 +21,7 @@ from moezoo.hub.few_bits import MODELOPT_FILE
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding
 from moezoo.hub.opening import OpenFolder, check_tensors
-from moezoo.hub.other_names import FREQUENCIES, TEXT, check_frequencies, text_config
+from moezoo.hub.other_names import FREQUENCIES, check_frequencies, text_config
 from moezoo.hub.plan import Entry, File, Leaving, Plan, Span, few_bit_entries, leaving, make_header
 from moezoo.hub.tensors import Tensor, count, list_names
 from moezoo.hub.values import Values
@@ -30,7 +30,7 @@ from moezoo.hub.writing import Seen, as_bits, ignore, write_folder
 from moezoo.models import family_of
 from moezoo.models.base import LanguageModel
 from moezoo.models.blueprint import Blueprint
-from moezoo.models.config_json import OLDER_ROPE
+from moezoo.models.config_json import FOR_IMAGES, OLDER_ROPE
 from moezoo.models.hub import settings_of
 from moezoo.parallel import distributed
 from moezoo.typed import show
@@ -259,11 +259,16 @@ def _config_json(
     family, nesting = opened.family, opened.nesting
     changed = {key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}
     outer = inner = dict(opened.mapping)
-    if nesting.table:
-        inner = outer[TEXT] = dict(outer[TEXT])
+    for key in nesting.table.split(".")[:-1]:
+        table = dict(inner[key])
+        inner[key], inner = table, table
     gone = theirs.keys() - ours.keys()
     if "rope_parameters" in changed:  # replaces them wherever the folder has them
         changed |= {key: ours[key] for key in OLDER_ROPE if key in ours}
+        for old in ("rope_scaling", "rope_parameters"):
+            if kept := {key: value for key, value in (inner.get(old) or {}).items() if key in FOR_IMAGES}:
+                tables = {new: changed[new] or {"rope_type": "default"} for new in ("rope_parameters", "rope_scaling")}
+                changed |= {new: table | kept for new, table in tables.items()}
         gone |= {"original_max_position_embeddings"}
     for key in gone:
         inner.pop(key, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 from moezoo.data.file_settings import FileSettings
 from moezoo.data.tokenizer import HuggingFace
 from moezoo.errors import UserError
-from moezoo.host.files import is_same_file, json_text, read_json
+from moezoo.host.files import INFINITY, is_same_file, json_text, read_json
 from moezoo.hub.opening import folder_argument, open_folder
 from moezoo.hub.other_names import TEXT
 from moezoo.hub.plan import GENERATION, Plan
@@ -29,7 +29,7 @@ def end_of_text(folder: str | Path) -> list[int]:
     """Return the tokens that end a text: `eos_token_id` of generation_config.json, or else of config.json, or none."""
     for name in (GENERATION, "config.json"):
         path = Path(folder).expanduser() / name
-        mapping = read_json(path) if path.exists() else {}
+        mapping = read_json(path, constants=INFINITY) if path.exists() else {}
         inner = mapping.get(TEXT)
         for table in (mapping, inner if isinstance(inner, Mapping) else {}):
             if (found := table.get("eos_token_id")) is not None:

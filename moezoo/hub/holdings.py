@@ -100,7 +100,7 @@ def _write(tensor: Tensor, region: Region, numbers: np.ndarray, places: Iterable
             ours = tensor.in_part(part, inside)
             at = (*index, *(start - begin for (start, _), begin in zip(ours, first, strict=True)))
             with np.errstate(over="ignore"):  # What a dtype cannot hold becomes infinite, which is reported.
-                fit &= target.write(tensor.from_file(numbers[where]), at)
+                fit &= target.write(tensor.from_file(numbers[where], part), at)
     return fit
 
 

@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moezoo.errors import UserError, locating
-from moezoo.host.files import check_name, read_json
+from moezoo.host.files import INFINITY, check_name, read_json
 from moezoo.hub.few_bits import ACTIVATION_SCALES, CACHE_SCALES, find_few_bits, read_modelopt_file, read_quantization
 from moezoo.hub.formats.base import CONFIG, Format
 from moezoo.hub.holdings import FewBits, Holding, Numbers
 from moezoo.hub.kept import keep
 from moezoo.hub.other_names import (
     NESTED,
-    TEXT,
     TIED,
     Nesting,
     describe_names,
     find_names,
     find_nesting,
     find_rows,
+    table_of_text,
     text_config,
 )
 from moezoo.hub.tensors import Tensor, count, list_names, tensors
@@ -149,12 +149,13 @@ def read_config(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
 
 def describe(file: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
     """Return what a config.json of any name describes, with ModelOpt's file beside it. Raises as `read_config` does."""
-    mapping = read_json(file)
+    mapping = read_json(file, constants=INFINITY)
     try:
         text = text_config(mapping)
     except UserError as error:
         raise UserError(f"{file}{str(error).removeprefix('config.json')}") from error
-    family = _family(text, text is not mapping, file, upcycle)
+    inside = table_of_text(mapping)
+    family = _family(text, inside, file, upcycle)
     hub = family.dense if upcycle.experts else family.hub
     assert hub is not None
     keys = hub.keys(text["model_type"])
@@ -165,14 +166,14 @@ def describe(file: Path, upcycle: Upcycle = NOT_UPCYCLED) -> Described:
         # A configuration refuses values by our names of the settings; the user sees those of config.json.
         words = re.sub(r"\bmodel\.([a-z_0-9]+(?:\.[a-z_]+)?)", lambda match: keys.get(match[1], match[0]), str(error))
         words = words.removeprefix("config.json: ")
-        table = "" if text is mapping or words.startswith(TIED) else f"{TEXT}."  # the tie is the outer model's
+        table = "" if text is mapping or words.startswith(TIED) else f"{inside}."  # the tie is the outer model's
         raise UserError(f"{file}: {table}{words}") from error
     try:
         quantization = read_quantization(mapping)
     except UserError as error:
         raise UserError(f"{file}{str(error).removeprefix('config.json')}") from error
     if quantization and inner and quantization != inner:
-        raise UserError(f"{file}: {CONFIG} and {TEXT}.{CONFIG} are one setting and differ; delete the wrong one")
+        raise UserError(f"{file}: {CONFIG} and {inside}.{CONFIG} are one setting and differ; delete the wrong one")
     quantization = quantization or inner or read_modelopt_file(file.parent)
     config = upcycle.widen(config) if upcycle.experts else config
     named = [table.get(key) for table in (text, mapping) for key in ("dtype", "torch_dtype")]
@@ -250,13 +251,13 @@ def _holding(opened: OpenFolder, tensor: Tensor) -> Holding:
     return Numbers(opened.files, tensor) if few is None else FewBits(opened.files, few)
 
 
-def _family(mapping: Mapping[str, Any], is_text: bool, file: Path, upcycle: Upcycle) -> Family:
-    """Return the family of a config.json, or with `upcycle` the one that its dense model becomes."""
+def _family(mapping: Mapping[str, Any], inside: str, file: Path, upcycle: Upcycle) -> Family:
+    """Return the family of a config.json, or of the table `inside`, or with `upcycle` what its dense model becomes."""
     sparse = {kind: family for family in reversed(families()) for kind in family.hub.types}
     dense = {kind: family for family in reversed(families()) if family.dense for kind in family.dense.types}
     kinds, others = (dense, sparse) if upcycle.experts else (sparse, dense)
-    kind, valid = mapping.get("model_type"), {*kinds, *({} if is_text else NESTED)}
-    where = f"{file}{f': {TEXT}' if is_text else ''}"
+    kind, valid = mapping.get("model_type"), {*kinds, *({} if inside else NESTED)}
+    where = f"{file}{f': {inside}' if inside else ''}"
     if kind is None:
         raise UserError(f"{where} has no model_type; expected one of {', '.join(sorted(valid))}")
     if isinstance(kind, str) and kind in others:

@@ -4,7 +4,7 @@ A form that is not read yet is a new row of a table here:
 
 | table | what differs |
 |---|---|
-| `NESTED` | the text model is inside a model for images: its keys of config.json are in the table `text_config` |
+| `NESTED` | the text model is inside a model for images: its keys of config.json are in the table `text_config` there |
 | `WRAPPERS` | parts of names, which programs add that wrap modules |
 | `WAYS` | what the names of a model begin with |
 | `FORMS` | which tensors hold the same arrays |
@@ -27,9 +27,9 @@ from moezoo.hub.tensors import list_names
 from moezoo.hub.weight_files import StoredTensor, WeightFiles
 from moezoo.models import ModelConfig
 from moezoo.models.base import LanguageModel
-from moezoo.models.config_json import ConfigJson
+from moezoo.models.config_json import WITHOUT_EFFECT, ConfigJson
 from moezoo.models.hub import Hub
-from moezoo.models.names import ATTENTION, MLP, MOE, SPARSE, SWIGLU, Rows, rows
+from moezoo.models.names import ATTENTION, LAYER, MLP, MOE, SPARSE, SWIGLU, Rows, rows
 from moezoo.nn.rotary import Rotary, frequencies
 from moezoo.typed import show
 
@@ -54,15 +54,24 @@ class Outer(NamedTuple):
 
     Attributes:
         ways: How folders name the text model's tensors.
-        parts: What the names of its other tensors begin with, perhaps after `model.`; they are for images.
+        parts: What the names of its other tensors begin with, perhaps after `model.`.
         without_effect: Keys of config.json that do not change the text model, with spaces in between.
         tied: Whether embeddings are tied where no key says so.
+        tables: The tables of config.json, one inside the other, of which the last has the text model's keys.
+        purpose: What the other tensors are for.
     """
 
     ways: tuple[Mapping[str, str], ...]
     parts: tuple[str, ...]
     without_effect: str
     tied: bool = False
+    tables: tuple[str, ...] = (TEXT,)
+    purpose: str = "images"
+
+    @property
+    def path(self) -> str:
+        """The tables with dots in between, as messages name them."""
+        return ".".join(self.tables)
 
 
 _FOR_IMAGES = "vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id"
@@ -92,6 +101,23 @@ NESTED = {
         ("vision_model.", "multi_modal_projector."),
         "vision_config image_token_index boi_token_index eoi_token_index image_token_id boi_token_id eoi_token_id",
     ),
+    # It thinks in text, and a second model of text, the talker, makes sound of that.
+    "qwen3_omni_moe": Outer(
+        (
+            begin("thinker.model.layers.", "thinker.model.", "thinker.lm_head."),
+            begin("thinker.model.language_model.layers.", "thinker.model.language_model.", "thinker.lm_head."),
+        ),
+        (
+            *("thinker.visual.", "thinker.audio_tower.", "thinker.model.visual.", "thinker.model.audio_tower."),
+            *("talker.", "code2wav."),
+        ),
+        f"{_FOR_IMAGES} audio_config audio_token_id audio_start_token_id audio_end_token_id position_id_per_seconds "
+        "seconds_per_chunk user_token_id initializer_range talker_config code2wav_config enable_audio_output "
+        "im_start_token_id im_end_token_id tts_pad_token_id tts_bos_token_id tts_eos_token_id system_token_id "
+        "assistant_token_id",
+        tables=("thinker_config", TEXT),
+        purpose="images and sound",
+    ),
     # Layers for multi-token prediction are beside both models.
     "qwen3_5_moe": Outer((BESIDE | {"mtp.": "mtp."},), ("visual.",), _FOR_IMAGES),
 }
@@ -103,12 +129,14 @@ class Nesting(NamedTuple):
     Attributes:
         table: What the keys of config.json have in front: "text_config." or nothing.
         names: What the names of the text model begin with -> what they begin with in the folder; {} if they are equal.
-        parts: What names of tensors for images begin with.
+        parts: What names of tensors for something else begin with.
+        purpose: What that is.
     """
 
     table: str = ""
     names: Mapping[str, str] = types.MappingProxyType({})
     parts: tuple[str, ...] = ()
+    purpose: str = "images"
 
     def to_folder(self, name: str) -> str:
         """Return the name in the folder of a tensor or module of the text model."""
@@ -130,13 +158,14 @@ class Nesting(NamedTuple):
         texts = {text for name in expected if (text := self.to_text(name)) is not None}
         found = {inside[text]: purpose for text, purpose in hub.find_unused(set(inside), texts).items()}
         found |= {name: FREQUENCIES for text, name in inside.items() if text.endswith(".rotary_emb.inv_freq")}
-        return found | {name: "images" for name in left if name.removeprefix("model.").startswith(self.parts)}
+        return found | {name: self.purpose for name in left if name.removeprefix("model.").startswith(self.parts)}
 
 
 def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of the text model: all, or those of the table `text_config`.
+    """Return the keys of the text model: all, or those of the table that an outer model has for it.
 
-    Whether embeddings are tied is the outer model's, as in transformers, with its default where it has no such key.
+    Whether embeddings are tied is said beside that table, as in transformers, with the default of the outer model where
+    there is no such key.
 
     Raises:
         UserError: An outer model has no such table, or a key that may change the text model.
@@ -144,12 +173,21 @@ def text_config(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     kind = mapping.get("model_type")
     if not isinstance(kind, str) or kind not in NESTED:
         return mapping
-    outer = ConfigJson(mapping)
-    if outer.table(TEXT) is None:
-        raise UserError(f"config.json: {TEXT} is missing; model_type={kind} has its language model there")
-    tied = outer.read(TIED, bool | None, None)
-    outer.refuse_others({}, NESTED[kind].without_effect.split())
-    return {**mapping[TEXT], TIED: NESTED[kind].tied if tied is None else tied}
+    outer, config, tied = NESTED[kind], ConfigJson(mapping), None
+    for depth, key in enumerate(outer.tables, 1):
+        if (inner := config.table(key)) is None:
+            path = ".".join(outer.tables[:depth])
+            raise UserError(f"config.json: {path} is missing; model_type={kind} has its language model there")
+        tied = config.read(TIED, bool | None, None)
+        config.refuse_others({}, WITHOUT_EFFECT.union(outer.without_effect.split()))
+        config, mapping = inner, mapping[key]
+    return {**mapping, TIED: outer.tied if tied is None else tied}
+
+
+def table_of_text(mapping: Mapping[str, Any]) -> str:
+    """Return the name of the table that an outer model has for the keys of its text model; empty for a text model."""
+    kind = mapping.get("model_type")
+    return NESTED[kind].path if isinstance(kind, str) and kind in NESTED else ""
 
 
 def find_nesting(mapping: Mapping[str, Any], names: Collection[str], folder: Path) -> Nesting:
@@ -162,7 +200,7 @@ def find_nesting(mapping: Mapping[str, Any], names: Collection[str], folder: Pat
     if len(found) > 1:
         both = " and ".join(way["model.layers."] for way in found)
         raise UserError(f"{folder} has tensors below {both}, two ways to name one model; download it again")
-    return Nesting(f"{TEXT}.", (found or outer.ways)[0], outer.parts)
+    return Nesting(f"{outer.path}.", (found or outer.ways)[0], outer.parts, outer.purpose)
 
 
 class Wrapper(NamedTuple):
@@ -186,7 +224,7 @@ WAYS = (
     BESIDE,
     begin("language_model.layers.", "language_model.", "lm_head."),
     # The model without its unembedding, as transformers' AutoModel has it, or with it.
-    {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "rotary_emb")},
+    {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "embedding_norm", "rotary_emb")},
 )
 
 
@@ -208,6 +246,7 @@ FORMS = (
     Form("qwen3_vl_moe as released", rows(*_EXPERTS, _JOINED, "transposed"), ("E d 2I", "E I d")),
     # What transformers 5 has in memory: in raw state dicts, and saved with save_original_format=False.
     Form("transformers 5", rows(*_EXPERTS, _JOINED, "of_experts")),
+    Form("transformers 5, lfm2_moe", rows(f"{MOE}experts.", f"{LAYER}feed_forward.experts.", _JOINED, "of_experts")),
     Form("transformers 5, mixtral, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "weight=gate.weight")),
     Form("transformers 5, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "choice_bias=e_score_correction_bias")),
     Form(
@@ -227,6 +266,8 @@ FORMS = (
         rows("attention.decay.", f"{ATTENTION}forget_gate.", "down=f_a_proj.weight up=f_b_proj.weight bias=dt_bias"),
     ),
     Form("transformers 5, kimi_linear", rows("attention.decay.", f"{ATTENTION}forget_gate.", "rate=A_log", "inner")),
+    # Of the experts of Gemma 4, which it takes out of the tensors of all.
+    Form("ModelOpt, gemma4", rows(f"{MOE}experts.", f"{LAYER}experts.{{expert}}.", SWIGLU)),
     Form("VeOmni", rows(*_EXPERTS, "gate=gate_proj up=up_proj down=down_proj", "of_experts")),
 )
 

@@ -14,13 +14,14 @@ _PROJ = ("gate_proj", "up_proj", "down_proj")
 _TOGETHER: Mapping[str, tuple[str, str, str]] = {
     **dict.fromkeys(("mixtral", "minimax_m2"), _W),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _PROJ),
-    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe", "qwen3_next"), _PROJ),
+    **dict.fromkeys(("dots1", "ernie4_5_moe", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"), _PROJ),
     **dict.fromkeys(("exaone_moe", "afmoe"), _PROJ),
 }
 # The types whose experts it does not put together, with the modules that transformers names in another way.
 _APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None}
 _APART |= {"kimi_linear": None, "lfm2_moe": None, "qwen3_5_moe_text": None, "gemma4_text": None}
 _APART |= {"llama4_text": None, "mimo_v2_flash": None, "qwen2_moe": None, "sarvam_moe": ".attention."}
+_APART |= {"nemotron_h": "backbone."}
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 
@@ -44,6 +45,8 @@ _REMEDY = "; for other libraries merge it: moezoo convert FOLDER NEW adapter=ADA
 
 
 def _refused(model_type: str, adapted: Collection[str], odd: Collection[str]) -> str:
+    if model_type == "nemotron_h" and (mamba := [name for name in adapted if _last(name) == "out_proj"]):
+        return f"it has no pairs of the results of Mamba: {_short(mamba)}"
     if model_type not in _TOGETHER:
         routers = [name for name in adapted if _last(name) in ("gate", "router")]
         return f"it has no pairs of routers of {model_type}: {_short(routers)}" if routers else ""
@@ -74,7 +77,7 @@ def _short(names: Sequence[str]) -> str:
     """Return names without the numbers of layers and experts, each once."""
     found: dict[str, dict[str, None]] = {}
     for name in names:
-        above, _, end = re.sub(r"^model\.layers\.\d+\.|\.\d+(?=\.)", "", name).rpartition(".")
+        above, _, end = re.sub(r"^(?:model|backbone)\.layers\.\d+\.|\.\d+(?=\.)", "", name).rpartition(".")
         found.setdefault(above, {})[end] = None
     last = lambda words: f"{{{', '.join(words)}}}" if len(words) > 1 else next(iter(words))  # noqa: E731
     return ", ".join(f"{above}.{last(words)}" for above, words in found.items())

@@ -7,7 +7,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
 from moezoo.errors import UserError
-from moezoo.host.files import json_text, parse_json, read_bytes, read_json
+from moezoo.host.files import INFINITY, json_text, parse_json, read_bytes, read_json
 from moezoo.hub.plan import Plan
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -36,7 +36,7 @@ def name_of_model(folder: str | Path) -> Named:
     if name := _cached_name(path):
         return Named(name, is_hub=True)
     try:
-        stated = read_json(path / "config.json").get("_name_or_path")
+        stated = read_json(path / "config.json", constants=INFINITY).get("_name_or_path")
     except UserError:
         stated = None
     if isinstance(stated, str) and _is_hub_name(stated):
@@ -65,7 +65,7 @@ def without_paths(plan: Plan) -> Plan:
         file = plan.others[name]
         before = file if isinstance(file, bytes) else read_bytes(file)
         if any(end in before for end in (b'_path"', b'_file"', b'_dir"')):
-            mapping = parse_json(before, name if isinstance(file, bytes) else str(file))
+            mapping = parse_json(before, name if isinstance(file, bytes) else str(file), constants=INFINITY)
             if (public := _public(mapping)) != mapping:
                 texts[name] = json_text(public)
     return plan.with_files(texts)

@@ -126,8 +126,9 @@ class Tensor:
         before = sum(shape[-1] for shape in self.shapes[:part])
         return (*ours[:-1], (ours[-1][0] - before, ours[-1][1] - before))
 
-    def from_file(self, numbers: np.ndarray) -> np.ndarray:
+    def from_file(self, numbers: np.ndarray, part: int = 0) -> np.ndarray:
         """Return numbers of a part, which were read as a box of `dims`, with our dimensions."""
+        del part  # all have as many
         at = self._alternates_at
         return (numbers if at is None else numbers.squeeze(at)).transpose(self.order)
 
@@ -158,7 +159,9 @@ class FlatTensor(Tensor):
     @property
     def split(self) -> tuple[int, int]:
         """Where inputs and outputs of a weight, or taps and channels of filters, begin among its dimensions."""
-        return 0, 1 if self.layout == "filters" else len(self.axes.inputs)
+        if self.layout == "filters":
+            return 0, 1
+        return 0, len(self.axes.inputs) if self.axes.role is Role.WEIGHT else 0
 
     @property
     def _sizes(self) -> list[int]:
@@ -169,6 +172,8 @@ class FlatTensor(Tensor):
     def shape(self) -> tuple[int, ...]:
         """The shape in a file."""
         groups, outputs, *inputs = self.dims
+        if self.axes.role is not Role.WEIGHT and self.layout == "flat":
+            return (groups * outputs,)
         return (groups * outputs, *(1,) * (self.layout == "filters"), math.prod(inputs))
 
     @property
@@ -207,10 +212,10 @@ class FlatTensor(Tensor):
         at = np.unravel_index(before, outer) if outer else ()
         return (*inputs, *((int(i), int(i) + 1) for i in at), (start, start + end - first))
 
-    def from_file(self, numbers: np.ndarray) -> np.ndarray:
+    def from_file(self, numbers: np.ndarray, part: int = 0) -> np.ndarray:
         """Return numbers of a part, which were read as a box inside a cell, with our dimensions."""
         _, outputs, *inputs = numbers.shape
-        outer = (1,) * (len(self.shapes[0]) - self.split[1] - 1)
+        outer = (1,) * (len(self.shapes[part]) - self.split[1] - 1)
         return np.moveaxis(numbers[0], 0, -1).reshape(*inputs, *outer, outputs)
 
     def places(self, part: int) -> np.ndarray:
@@ -221,7 +226,7 @@ class FlatTensor(Tensor):
 
     def to_file(self, parts: list[np.ndarray]) -> np.ndarray:
         """Join our arrays into the tensor."""
-        whole = np.empty((self.shape[0], self.shape[-1]), parts[0].dtype)
+        whole = np.empty((self.shape[0], math.prod(self.dims[2:])), parts[0].dtype)
         for part, array in enumerate(parts):
             places = self.places(part).reshape(-1)
             whole[places] = array.reshape(-1, len(places)).T

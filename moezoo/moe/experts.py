@@ -21,10 +21,10 @@ class Experts(eqx.Module):
     """E gated MLPs, y = down(activation(gate x, up x)), as three arrays with a leading expert dimension.
 
     The default activation is SwiGLU (Shazeer, 2020, arXiv:2002.05202). With biases, one is added to each of the three
-    products.
+    products. Where the activation is not gated, y = down(activation(up x, up x)), and there are no biases.
     """
 
-    gate: Weight[Array, "expert, expert_embed -> expert_mlp"]
+    gate: Weight[Array, "expert, expert_embed -> expert_mlp"] | None
     up: Weight[Array, "expert, expert_embed -> expert_mlp"]
     down: Weight[Array, "expert, expert_mlp -> expert_embed"]
     gate_bias: Bias[Array, "expert, expert_mlp"] | None
@@ -45,8 +45,9 @@ class Experts(eqx.Module):
         key: Array,
     ):
         keys = jax.random.split(key, 3)
-        self.gate = normal(keys[0], (num_experts, embed, mlp), embed**-0.5, dtype)
-        self.up = normal(keys[1], (num_experts, embed, mlp), embed**-0.5, dtype)
+        shape, std = (num_experts, embed, mlp), embed**-0.5
+        self.gate = normal(keys[0], shape, std, dtype) if activation.is_gated else None
+        self.up = normal(keys[1], shape, std, dtype)
         self.down = normal(keys[2], (num_experts, mlp, embed), out_std * mlp**-0.5, dtype)
         self.gate_bias = self.up_bias = self.down_bias = None
         if biases == "all":
@@ -54,6 +55,11 @@ class Experts(eqx.Module):
             self.up_bias = jnp.zeros((num_experts, mlp), dtype)
             self.down_bias = jnp.zeros((num_experts, embed), dtype)
         self.activation = activation
+
+    @property
+    def width(self) -> int:
+        """The width of what they read and return. The module may be that of a stack, and hold shapes."""
+        return self.up.shape[-2]
 
     def partial(self, group: InnerGroup) -> "Experts":
         """Return the experts whose results, summed over the `group` that shares their width, have each bias once.

@@ -22,9 +22,11 @@ from moezoo.moe.dispatch import Assignment, Dispatch, Dispatched, Gather, Replic
 from moezoo.moe.experts import Experts
 from moezoo.moe.router import Router
 from moezoo.nn.base import FeedForward, FeedForwardOutput
+from moezoo.nn.linear import normal, project
 from moezoo.nn.mlp import MLP
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
+from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import GROUPED_MATMUL, vary, vary_like, varying_axes
 from moezoo.parallel.dispatch import ExpertGroup
 from moezoo.parallel.mesh_execution import MeshExecution
@@ -129,6 +131,21 @@ class BranchNorms(eqx.Module):
     after_shared: RMSNorm
 
 
+class Latent(eqx.Module):
+    """Projections around the experts, which are narrower than the residual stream: up(sum_k gate_k * expert_k(down x)).
+
+    (Nemotron 3 Super; NVIDIA, 2026.)
+    """
+
+    down: Weight[Array, "embed -> expert_latent"]
+    up: Weight[Array, "expert_latent -> embed"]
+
+    def __init__(self, embed: int, size: int, *, out_std: float, dtype: jnp.dtype, key: Array):
+        first, second = jax.random.split(key)
+        self.down = normal(first, (embed, size), embed**-0.5, dtype)
+        self.up = normal(second, (size, embed), out_std * size**-0.5, dtype)
+
+
 def _gated(
     tokens: Float[Array, "tokens embed"], assignment: Assignment
 ) -> tuple[Float[Array, "copies embed"], Assignment]:
@@ -149,7 +166,7 @@ class MoE(FeedForward):
     The execution chooses how tokens reach the experts (`Execution.dispatch`). With `norms` the shared MLP is there too,
     and y = after_experts(sum_k gate_k * expert_k(before_experts(x))) + after_shared(shared(before_shared(x))), routed
     by x itself. `gates_on` says what gates multiply: the experts' results, or what the experts read (Llama 4; Meta,
-    2025).
+    2025). With a `latent` the experts are in it, while router and shared MLP read x; there are no norms then.
     """
 
     router: Router
@@ -157,6 +174,7 @@ class MoE(FeedForward):
     shared: MLP | None = None
     norms: BranchNorms | None = None
     gates_on: GatesOn = eqx.field(static=True, default="results")
+    latent: Latent | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -178,7 +196,9 @@ class MoE(FeedForward):
             assignment, sums = self.router(x, context.queries.segment > 0, execution.routing)
         # Before the dispatch, so that the gradient is summed over devices once per token, not per routed row.
         inner, norms = execution.inner_group("mlp"), self.norms
-        if norms is None:
+        if self.latent is not None:
+            x, beside = inner.enter(project(x, self.latent.down)), inner.enter(x)
+        elif norms is None:
             x = beside = inner.enter(x)
         else:
             x, beside = inner.enter(norms.before_experts(x)), inner.enter(norms.before_shared(x))
@@ -202,7 +222,11 @@ class MoE(FeedForward):
             routed = inner.leave(routed)
             y = norms.after_experts(routed) + norms.after_shared(inner.leave(shared))
             return FeedForwardOutput(y, sums, routed)
-        return FeedForwardOutput(routed if shared is None else routed + shared, sums, routed)
+        y = routed
+        if self.latent is not None:
+            # Before the sum over devices, so that routed and shared experts are summed together.
+            y = project(routed, inner.enter_parameters(self.latent.up))
+        return FeedForwardOutput(y if shared is None else y + shared, sums, routed)
 
     def after_step(self, load: Array) -> "MoE":
         """Return the module with the router's choice bias moved by the `load` [layer, experts] of a training step."""

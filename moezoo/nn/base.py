@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
-from jaxtyping import Array, Float, PyTree
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree
 
 from moezoo.nn.cache import Kept, Past, State
 from moezoo.nn.positions import Context
@@ -120,9 +121,52 @@ class Mixer(eqx.Module):
         """
         return {}
 
+    def memory_seen(self) -> Mapping[str, float]:
+        """Return platform -> how many times the predicted memory a compiled step had in use, where it was over 1.2.
+
+        The module is as for `state`.
+        """
+        return {}
+
     def token_flops(self) -> TokenFlops:
         """Return the FLOPs of a token in a layer, over all heads of the module, which is as for `state`."""
         return TokenFlops()
+
+
+class NothingKept(State):
+    """The state of a layer that reads no other tokens."""
+
+    def fill(self, kept: None) -> "NothingKept":
+        """Return it."""
+        del kept
+        return self
+
+    def advance(self, fresh: None, column: Int[Array, ""]) -> "NothingKept":
+        """Return it."""
+        del fresh, column
+        return self
+
+
+class NoMixer(Mixer):
+    """Stands for the mixer of a block that is a feed-forward part alone. It adds nothing and keeps nothing."""
+
+    splits_sequences: ClassVar[bool] = True
+
+    def __call__(
+        self, x: Float[Array, "batch seq embed"], context: Context, execution: MeshExecution, past: Past | None = None
+    ) -> MixerOutput:
+        """Return zeros."""
+        del context, execution, past
+        return MixerOutput(jnp.zeros_like(x), None)
+
+    def prepare(self, context: Context) -> PyTree:
+        """Return None."""
+        del context
+
+    def state(self, length: int) -> NothingKept:
+        """Declare nothing."""
+        del length
+        return NothingKept(0)
 
 
 class FeedForwardOutput(NamedTuple):
@@ -131,12 +175,12 @@ class FeedForwardOutput(NamedTuple):
     Attributes:
         y: The partial result of this device's part of the width; where the part `is_whole`, the result.
         sums: The routing sums of a mixture.
-        routed: What the routed experts of a mixture add, before a norm.
+        routed: What the routed experts of a mixture return for each token, before a norm or a projection.
     """
 
     y: Float[Array, "batch seq embed"]
     sums: PyTree = None
-    routed: Float[Array, "batch seq embed"] | None = None
+    routed: Float[Array, "batch seq expert_embed"] | None = None
 
 
 class FeedForward(eqx.Module):

@@ -14,24 +14,24 @@ with q and k divided by their norms and q by sqrt(head_dim) as well. Each key he
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from einops import rearrange
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from moezoo.errors import UserError
-from moezoo.kernels.delta_rule import Operands, Start, delta_rule, span_map
+from moezoo.kernels.delta_rule import Operands
 from moezoo.nn.base import Mixer, MixerOutput, TokenFlops
-from moezoo.nn.cache import Kept, Past, State
+from moezoo.nn.cache import Kept, Past
 from moezoo.nn.linear import draws_numbers, normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import Context
-from moezoo.nn.short_convolution import ShortConvolution, last
-from moezoo.nn.split_text import SplitText
+from moezoo.nn.recurrent import Convolutions, Inputs, Memory, Written, by_key, read, slow_bias
+from moezoo.nn.short_convolution import ShortConvolution
 from moezoo.parallel.axes import Bias, Scale, Weight, name_sizes
 from moezoo.parallel.collectives import InnerGroup
 from moezoo.parallel.kernels import KernelName
@@ -119,7 +119,7 @@ class ChannelDecay(eqx.Module):
         self.down = normal(keys[0], (embed, rank), embed**-0.5, dtype)
         self.up = normal(keys[1], (rank, heads, dim), rank**-0.5, dtype)
         for_rate, for_bias = jax.random.split(keys[2])
-        self.rate, self.bias = _rates(for_rate, sizes, dtype), _slow(for_bias, (heads, dim), dtype)
+        self.rate, self.bias = _rates(for_rate, sizes, dtype), slow_bias(for_bias, (heads, dim), dtype)
         self.lowest = lowest
 
     def __call__(self, x: Activations, group: InnerGroup) -> Float[Array, "batch seq heads head_dim"]:
@@ -167,14 +167,6 @@ def _rates(key: Array, sizes: DeltaSizes, dtype: jnp.dtype) -> Array:
     return jnp.log(jax.random.uniform(key, (sizes.value_heads,), minval=0.01, maxval=16.0)).astype(dtype)
 
 
-def _slow(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """Draw biases whose softplus is between 0.001 and 0.1, evenly in its logarithm (Gu and Dao, 2023, Mamba)."""
-    if not draws_numbers.value:
-        return jnp.zeros(shape, dtype)
-    at = jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(1e-1)))
-    return (at + jnp.log(-jnp.expm1(-at))).astype(dtype)
-
-
 def _unit(x: Float[Array, "*dims head_dim"]) -> Float[Array, "*dims head_dim"]:
     """Divide each vector by its norm, in float32."""
     wide = _wide(x)
@@ -185,46 +177,15 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
-class Inputs(NamedTuple):
-    """The inputs of the convolutions of each token: what becomes its query, key and value."""
-
-    query: Any
-    key: Any
-    value: Any
-
-
-class Memory(State):
-    """What a layer keeps of a text, whatever its length: the last inputs of the convolutions, and the states.
-
-    The inputs are [batch, taps - 1, heads, dim] each; the state is float32 [batch, heads, key_dim, value_dim].
-    """
-
-    inputs: Inputs
-    matrix: Any
-
-    def fill(self, kept: tuple[Inputs, Array]) -> "Memory":
-        """Keep what the prompt left."""
-        return Memory(0, *kept)
-
-    def advance(self, fresh: tuple[Inputs, Array], column: Int[Array, ""]) -> "Memory":
-        """Keep what the token left."""
-        del column
-        return Memory(0, *fresh)
-
-
 class DeltaMixer(Mixer):
-    """A mixer by the gated delta rule.
-
-    On a split sequence (`moezoo.nn.split_text`) each device makes the map by which its tokens change states, all maps
-    are gathered, and each device applies those of earlier tokens; of the convolutions' inputs the last ones travel.
-    """
+    """A mixer by the gated delta rule. On a split sequence it reads as `moezoo.nn.recurrent` says."""
 
     splits_sequences: ClassVar[bool] = True
     kernel: ClassVar[KernelName] = "delta_rule"
     query: Weight[Array, "embed -> key_heads head_dim"]
     key: Weight[Array, "embed -> key_heads head_dim"]
     value: Weight[Array, "embed -> value_heads head_dim"]
-    convolutions: tuple[ShortConvolution, ShortConvolution, ShortConvolution]
+    convolutions: Convolutions
     decay: HeadDecay | ChannelDecay
     strength: Weight[Array, "embed -> value_heads"]
     gate: FullGate | LowRankGate
@@ -264,47 +225,22 @@ class DeltaMixer(Mixer):
     ) -> MixerOutput:
         """Mix these tokens, or with a `past` one token with the state of those before."""
         heads, order = execution.inner_group("heads"), execution.kernel(self.kernel)
-        segment, wide = context.queries.segment, heads.enter(x)
+        wide = heads.enter(x)
         activations = Activations(x, wide)
         inputs = Inputs(*(project(wide, weight) for weight in (self.query, self.key, self.value)))
         strength = jax.nn.sigmoid(project(wide, self.strength).astype(jnp.float32))
-        decay, text = self.decay(activations, heads), None
-        if past is None:
-            text = SplitText.of(context, execution.sequence_group, type(self).__name__)
-            inputs, strength, decay, segment = text.cut((inputs, strength, decay, segment))
-            with jax.named_scope("convolution"):
-                before = Inputs(*(text.last_before(x, self._reach) for x in inputs))
-                segment_before = text.segments_before(context, self._reach)
-        else:
-            kept: Memory = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, past.layer, keepdims=False), past.state)
-            before, segment_before = kept.inputs, jnp.broadcast_to(segment, (len(segment), self._reach))
-        q, k, v = (
-            convolution(x, segment, old, segment_before)
-            for convolution, x, old in zip(self.convolutions, inputs, before, strict=True)
-        )
-        by_key = lambda x: rearrange(x, "b s (h g) ... -> b s h g ...", h=k.shape[2])  # noqa: E731
-        operands = Operands(
-            _unit(q) * q.shape[-1] ** -0.5, _unit(k), by_key(v), by_key(decay), by_key(strength), segment
-        )
-        with jax.named_scope("delta_rule"):
-            if text is None:
-                start = Start(segment[:, 0], rearrange(kept.matrix, "b (h g) k v -> b h g k v", h=k.shape[2]))
-            elif len(text.chunks) > 1:
-                last_segment = text.segments_before(context, 1)[:, 0]
-                start = Start(last_segment, text.states_before(span_map(operands, last_segment, order)))
-            else:
-                start = None
-            result, state = delta_rule(operands, start, order)
-        result = rearrange(result, "b s h g v -> b s (h g) v")
-        y = heads.enter_parameters(self.norm)(result if text is None else text.join(result))
+        others = self.decay(activations, heads), strength
+
+        def write(filtered: Inputs, others: tuple[Array, Array], segment: Array) -> Written:
+            q, k, v = filtered
+            v, decay, strength = (by_key(x, k.shape[2]) for x in (v, *others))
+            return Written(Operands(_unit(q) * q.shape[-1] ** -0.5, _unit(k), v, decay, strength, segment))
+
+        name = type(self).__name__
+        result, kept = read(name, inputs, others, self.convolutions, write, context, execution, order, past)
+        y = heads.enter_parameters(self.norm)(result)
         y = (y.astype(jnp.float32) * self.gate(activations, heads)).astype(x.dtype)
-        left = Inputs(
-            *(
-                last(jnp.concatenate(pair, 1), jnp.concatenate([segment_before, segment], 1), self._reach)
-                for pair in zip(before, inputs, strict=True)
-            )
-        )
-        return MixerOutput(project(y, self.out, inputs=2), (left, rearrange(state, "b h g k v -> b (h g) k v")))
+        return MixerOutput(project(y, self.out, inputs=2), kept)
 
     def prepare(self, context: Context) -> PyTree:
         """Return None: nothing depends on coordinates alone."""
@@ -313,24 +249,21 @@ class DeltaMixer(Mixer):
     def state(self, length: int) -> Memory:
         """Declare the inputs and the states, whatever the length."""
         del length
-        inputs: Any = (
-            Kept({"tap": self._reach, heads: w.shape[-2], "head_dim": w.shape[-1]})
-            for heads, w in (("key_heads", self.query), ("key_heads", self.key), ("value_heads", self.value))
-        )
-        *_, heads, value_dim = self.value.shape
-        matrix: Any = Kept({"value_heads": heads, "key_dim": self.key.shape[-1], "value_dim": value_dim}, "float32")
-        return Memory(0, Inputs(*inputs), matrix)
+        return Memory.declare(self.convolutions, "key_heads", "value_heads")
 
     def least_chunk(self) -> int:
         """Return the tokens that a filter reads of the chunk before."""
-        return max(1, self._reach)
+        return max(1, self.convolutions[0].reach)
 
     def chunk_sizes(self) -> dict[str, Kept]:
         """Return the map of states, both its arrays side by side, and the last inputs of the convolutions."""
-        state, dims = self.state(0), (self.key.shape[-1], self.value.shape[-1])
+        dims = self.key.shape[-1], self.value.shape[-1]
         of_states = Kept({"value_heads": self.value.shape[-2], "key_dim": dims[0], "columns": sum(dims)}, "float32")
-        inputs = zip(Inputs._fields, state.inputs, strict=True)
-        return {"map of states": of_states} | {f"last inputs of the {name}": kept for name, kept in inputs}
+        return {"map of states": of_states, **self.state(0).last_inputs()}
+
+    def memory_seen(self) -> Mapping[str, float]:
+        """Return what was seen with a decay per channel, whose products of tokens a CPU makes many of at once."""
+        return {"cpu": 2.6} if isinstance(self.decay, ChannelDecay) else {}
 
     def token_flops(self) -> TokenFlops:
         """Return two per tap and channel; and 6 key_dim value_dim per value head: error, what is written, the answer.
@@ -340,7 +273,3 @@ class DeltaMixer(Mixer):
         *_, heads, value_dim = self.value.shape
         filters = sum(math.prod(each.weight.shape[-3:]) for each in self.convolutions)
         return TokenFlops(2 * filters, 6 * heads * self.key.shape[-1] * value_dim)
-
-    @property
-    def _reach(self) -> int:
-        return self.convolutions[0].reach

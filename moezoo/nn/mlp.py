@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -16,7 +17,13 @@ from moezoo.parallel.mesh_execution import MeshExecution
 
 
 class Activation(abc.ABC):
-    """A gated activation. Each one is a frozen dataclass, because it is part of a program's identity."""
+    """A gated activation. Each one is a frozen dataclass, because it is part of a program's identity.
+
+    Attributes:
+        is_gated: Whether gate and up are two products. If not, there is one, which is given twice.
+    """
+
+    is_gated: ClassVar[bool] = True
 
     @abc.abstractmethod
     def __call__(self, gate: Float[Array, "*dims mlp"], up: Float[Array, "*dims mlp"]) -> Float[Array, "*dims mlp"]:
@@ -63,10 +70,27 @@ class ClampedSwiGLU(Activation):
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
-class MLP(FeedForward):
-    """y = down(activation(gate x, up x)); with a `token_gate`, times the sigmoid of its one number per token."""
+@dataclasses.dataclass(frozen=True)
+class SquaredReLU(Activation):
+    """max(up, 0)^2 (So et al., 2021, arXiv:2109.08668), without a gate."""
 
-    gate: Weight[Array, "embed -> mlp"]
+    is_gated: ClassVar[bool] = False
+
+    def __call__(self, gate: Float[Array, "*dims mlp"], up: Float[Array, "*dims mlp"]) -> Float[Array, "*dims mlp"]:
+        """Return max(gate, 0) * up, of twice the same array."""
+        return jax.nn.relu(gate) * up
+
+
+SQUARED_RELU = SquaredReLU()
+
+
+class MLP(FeedForward):
+    """y = down(activation(gate x, up x)); with a `token_gate`, times the sigmoid of its one number per token.
+
+    Without a gate, y = down(activation(up x, up x)).
+    """
+
+    gate: Weight[Array, "embed -> mlp"] | None
     up: Weight[Array, "embed -> mlp"]
     down: Weight[Array, "mlp -> embed"]
     token_gate: Weight[Array, "embed -> token_gate"] | None
@@ -84,7 +108,7 @@ class MLP(FeedForward):
         key: Array,
     ):
         keys = jax.random.split(key, 3)
-        self.gate = normal(keys[0], (embed, mlp), embed**-0.5, dtype)
+        self.gate = normal(keys[0], (embed, mlp), embed**-0.5, dtype) if activation.is_gated else None
         self.up = normal(keys[1], (embed, mlp), embed**-0.5, dtype)
         self.down = normal(keys[2], (mlp, embed), out_std * mlp**-0.5, dtype)
         # Not one of `keys`, which are those of `fold_in` with 0 to 2.
@@ -98,7 +122,9 @@ class MLP(FeedForward):
         del context
         group = execution.inner_group("mlp")
         part = group.enter(x)
-        y = project(self.activation(project(part, self.gate), project(part, self.up)), self.down)
+        gate = None if self.gate is None else project(part, self.gate)
+        up = project(part, self.up)
+        y = project(self.activation(up if gate is None else gate, up), self.down)
         if self.token_gate is not None:
             # Before the sum over devices, so that routed and shared experts are summed together.
             y = y * jax.nn.sigmoid(project(part, group.enter_parameters(self.token_gate)))

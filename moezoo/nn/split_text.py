@@ -11,11 +11,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from moezoo.errors import UserError
-from moezoo.kernels.delta_rule import SpanMap
+from moezoo.kernels.delta_rule import SpanMap, times
 from moezoo.nn.positions import Context
 from moezoo.parallel.collectives import gather_tokens, own_block
 from moezoo.parallel.context_parallel import SequenceGroup, in_order
@@ -99,9 +98,7 @@ class SplitText:
         state, states = jnp.zeros_like(terms[:, 0]), []
         for number in range(len(self.chunks)):
             states.append(state)
-            state = terms[:, number] + jnp.einsum(
-                "...ij,...jv->...iv", factors[:, number], state, precision=lax.Precision.HIGHEST
-            )
+            state = terms[:, number] + times(factors[:, number], state)
         return self._own(jnp.stack(states, axis=1))
 
     def _gather(self, x: Shaped[Array, "rows *dims"]) -> Shaped[Array, "batch chunk *dims"]:

@@ -70,7 +70,8 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
 
 
 Ways = Callable[[MeshAxes], int]
-_HEADS, _LATENTS = ("heads", "kv_heads", "key_heads", "value_heads"), ("q_lora", "kv_lora")
+_HEADS = ("heads", "kv_heads", "key_heads", "value_heads", "state_groups", "state_heads")
+_LATENTS = ("q_lora", "kv_lora")
 
 
 class Kind(NamedTuple):

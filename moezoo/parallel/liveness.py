@@ -13,12 +13,22 @@ Arrays are followed in the order of the program, from the equation that makes th
 - The part that an iteration reads of a larger array is an array, from the beginning of the iteration, where an
   operation of the first kind reads it.
 - A loop holds what it reads, its results, and the widest point of its body.
+- What a checkpoint computes again is made when all that it reads is there, the gradient included (qwen3_5_35b_a3b on
+  h200: input_transpose_fusion.11 to .13 come after the feed-forward part).
 
 Each backend has rules of its own. In parentheses is a step of docs/planning.md whose compiled program shows it, with
 instructions of that program:
 
 - A CPU keeps the weights that are gathered together until the last of them is used, and makes copies of their gradients
   where these are made (`tests/parity/test_memory.py`).
+- A CPU makes an elementwise result once for several operations that read it, if it is made of two arrays or costly
+  (qwen3_5, one sequence: multiply_add_fusion.22 and .23, add_divide_fusion.10 to .12), and reads an array to sum over
+  more than 32 numbers (wrapped_reduce-window.91 reads bitcast_multiply_fusion).
+- A CPU has no barriers, does equal operations once, and has no loop of one iteration (qwen3_5, four sequences:
+  add_exponential_fusion.2 of both passes). Where an iteration has several layers, what needs no gradient is made first
+  in all of them (`tests/parity/test_memory.py`).
+- A CPU and a GPU make zeros, which an inner loop writes its results over, when an iteration begins (qwen3_5, one
+  sequence: wrapped_broadcast.49 and .50; qwen3_5_35b_a3b on h200: loop_broadcast_fusion.24 and .27, copy.719).
 - A GPU joins gathers with what reads them (qwen3_30b_a3b: loop_convert_fusion.5 sums rows that are no arrays).
 - A GPU sums the gradients of weights in the next iteration: those of the layer before are there while new ones are
   made (mixtral_8x7b on h200: copy.291 of loop_peel_param, and copy.312).
@@ -42,7 +52,7 @@ use.
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,12 +74,22 @@ SAME = frozenset(
     """bitcast_convert_type copy expand_dims name optimization_barrier pcast pvary reduce_precision reshape
     sharding_constraint squeeze stop_gradient transpose""".split()  # noqa: SIM905
 )
+# Of these nothing is left when a CPU looks for equal operations.
+_MARKS = frozenset(("name", "optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"))
 _REDUCTIONS = frozenset(
     """argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum""".split()  # noqa: SIM905
 )
+# What is behind is made when all that enters is there.
+_BARRIER = "optimization_barrier"
 # Several results that a TPU makes in one loop; and of how many bytes an array is left out of such a loop.
 _TOGETHER, _LARGE = "together", 1 << 32
 _LOOPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+# Elementwise operations that a CPU does once for all that read them. It makes sums of more numbers than that apart.
+_COSTLY = frozenset(
+    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt
+    sin sinh sqrt tan tanh""".split()  # noqa: SIM905
+)
+_SUMMED_APART = 32
 _KERNELS = frozenset(("pallas_call", "mosaic_gpu", "ffi_call", "core_map"))
 # The beginnings of the names of operations whose inner program joins two numbers.
 _COMBINING = ("scatter", "reduce", "select_and")
@@ -104,9 +124,21 @@ class _Step(NamedTuple):
         return gathers or self.ends_loop or self.name in _ELEMENTWISE or self.name in SAME
 
     @property
+    def stacks(self) -> tuple[int, ...]:
+        """What a scan stacks."""
+        return self.makes[scan_counts(self.equation)[1] :]
+
+    @property
     def ends_loop(self) -> bool:
         """Whether a compiler joins it with what it reads, and not with what reads it."""
-        return self.name in _REDUCTIONS or self.name == _TOGETHER
+        return self.name == _TOGETHER or (self.name in _REDUCTIONS and not self.sums_apart)
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether a CPU reads an array to make sums over windows first, and then sums of these."""
+        x: Any = self.equation.invars[0].aval
+        axes = self.equation.params["axes"] if self.name in _REDUCTIONS and self.platform == "cpu" else ()
+        return any(x.shape[axis] > _SUMMED_APART for axis in axes)
 
     @property
     def loop(self) -> tuple[int, ...]:
@@ -174,6 +206,7 @@ class _Body:
         self.slices = {given[x] for x in program.invars[constants + carried :]}
         self.carried = {given[x] for x in program.invars[constants : constants + carried]}
         names: dict[Any, int | None] = {**given}
+        self._equal, self._numbers = dict[Any, tuple[int, ...]](), dict[Any, str]()
         self._read(program, names, "")
         results = [names.get(x) for x in program.outvars if not isinstance(x, Literal)]
         self.results = {x for x in results[:carried] if x is not None}
@@ -182,6 +215,8 @@ class _Body:
         if platform == "tpu":
             self._join()
             self._reorder()
+        if platform == "cpu" and sum(bool(each.params.get("differentiated")) for each in program.eqns) > 1:
+            self._advance()
         self.maker = {x: step for step in self.steps for x in step.makes}
         self.names = dict.fromkeys(self.slices, "parts of larger arrays")
 
@@ -197,10 +232,19 @@ class _Body:
             read = [None if isinstance(x, Literal) else names[x] for x in each.invars]
             inner = branch_for(each, self.platform)
             given = read[1:] if inner is not None else read
+            if kind == "scan" and each.params["length"] == 1 and self.platform == "cpu":
+                inner = each.params["jaxpr"]
+            if kind == _BARRIER or (kind in _MARKS and self.platform == "cpu"):
+                self._pass_on(each.outvars, each.invars, read)
+                names |= zip(each.outvars, self._behind_barrier(each, read, here), strict=True)
+                continue
             if inner is None and kind not in _LOOPS and kind not in _KERNELS and not kind.startswith(_COMBINING):
                 inner = next((x for x in each.params.values() if isinstance(x, ClosedJaxpr | Jaxpr)), None)
             if inner is not None:
                 body: Any = getattr(inner, "jaxpr", inner)
+                self._pass_on(body.invars, each.invars[len(read) - len(given) :], given)
+                if each.params.get("differentiated") and each.params["prevent_cse"]:
+                    given = self._behind_barrier(each, given, here)
                 own = dict(zip(body.invars, given, strict=True)) | {x: self._new(x) for x in body.constvars}
                 self._read(body, own, here)
                 names |= {
@@ -208,8 +252,14 @@ class _Body:
                     for x, y in zip(each.outvars, body.outvars, strict=True)
                 }
                 continue
+            key = self._key(each, read)
+            if key in self._equal:
+                names |= zip(each.outvars, self._equal[key], strict=True)
+                continue
             makes = {x: self._new(x) for x in each.outvars}
             names |= makes
+            if key:
+                self._equal[key] = tuple(makes.values())
             scope = Equation(each, None, {}, here).scope
             reads = tuple(x for x in read if x is not None)
             written = zip(makes.values(), read[_first_carried(each) :], strict=False)
@@ -220,6 +270,35 @@ class _Body:
             }
             body = widest(each, self.platform).bytes if kind in _LOOPS else 0
             self.steps.append(_Step(kind, each, reads, tuple(makes.values()), scope, body, places, self.platform))
+
+    def _pass_on(self, names: Sequence[Any], values: Sequence[Any], read: Sequence[int | None]) -> None:
+        """Remember the numbers among `values`, which `names` are the names of inside an inner program."""
+        given = zip(names, values, read, strict=True)
+        self._numbers |= {x: self._number(y) for x, y, array in given if array is None}
+
+    def _number(self, x: Any) -> str:
+        return str(x.val) if isinstance(x, Literal) else self._numbers[x]
+
+    def _behind_barrier(self, each: JaxprEqn, read: list[int | None], path: str) -> list[int | None]:
+        """Return the same arrays as they are when the last of them is there. A CPU has no barriers."""
+        if self.platform == "cpu":
+            return read
+        behind = dict[int | None, int | None]()
+        for x in dict.fromkeys(x for x in read if x is not None):
+            self.bytes.append(self.bytes[x])
+            behind[x] = len(self.bytes) - 1
+        reads, makes = (tuple(x for x in given if x is not None) for given in (behind, behind.values()))
+        scope = Equation(each, None, {}, path).scope
+        self.steps.append(_Step(_BARRIER, each, reads, makes, scope, 0, {}, self.platform))
+        return [behind.get(x) for x in read]
+
+    def _key(self, each: JaxprEqn, read: Sequence[int | None]) -> tuple[Any, ...]:
+        """Return what equal operations have in common if a compiler does them once, which is known of a CPU alone."""
+        kind = each.primitive.name
+        if self.platform != "cpu" or kind in _LOOPS or kind in _KERNELS or kind in COLLECTIVES or each.effects:
+            return ()
+        operands = (self._number(x) if y is None else y for x, y in zip(each.invars, read, strict=True))
+        return kind, str(sorted(each.params.items(), key=lambda item: item[0])), *operands
 
     def _drop_unused(self) -> None:
         used, kept = self.results | self.stacked, list[_Step]()
@@ -268,6 +347,8 @@ class _Body:
         own, of, made, last, _ = self._arrays()
         for x in self.results:
             last |= dict.fromkeys(of.get(x, ()), len(self.steps))
+        if self.platform != "tpu":  # zeros, which the loop writes over
+            made |= {x: 0 for step in self.steps if step.name == "scan" for x in step.stacks if x in made}
         if self.platform == "tpu":
             self._delay(own, of, made, last)
         else:
@@ -294,19 +375,29 @@ class _Body:
                     made[x] = 0
             for x in step.makes:
                 kept = x in own or x in self.results or x in self.stacked
-                large = [self.bytes[y] for y in read if 2 * self.bytes[y] >= self.bytes[x]]
-                smaller = uses[x] > 1 and len(large) > 1 and sum(large) > self.bytes[x]
+                once = uses[x] > 1 and self._makes_once(step, x, of)
                 place = step.places.get(x, -1)
                 written = of.get(place, frozenset())
-                if step.name in SAME and x not in turned:
+                if step.name == _BARRIER:
+                    of[x] = of.get(step.reads[step.makes.index(x)], frozenset())
+                elif step.name in SAME and x not in turned:
                     of[x] = read
                 elif written and read_last[place] == number and written <= made.keys() | self.carried:
                     of[x] = written
-                elif not step.joins or step.ends_loop or (read and (kept or smaller)):
+                elif not step.joins or step.ends_loop or (read and (kept or once)):
                     of[x], made[x], sources[x] = frozenset((x,)), number, read
                 else:
                     of[x] = read
         return _Arrays(own, of, made, last, sources)
+
+    def _makes_once(self, step: _Step, x: int, of: Mapping[int, frozenset[int]]) -> bool:
+        """Return whether a compiler makes an elementwise result once for several operations that read it."""
+        operands = [of.get(y, frozenset()) for y in set(step.reads)]
+        if self.platform == "cpu":
+            wide = [y for y in operands if 2 * sum(self.bytes[z] for z in y) >= self.bytes[x]]
+            return len(wide) > 1 or (step.name in _COSTLY and len(wide) == 1)
+        large = [self.bytes[y] for y in frozenset().union(*operands) if 2 * self.bytes[y] >= self.bytes[x]]
+        return len(large) > 1 and sum(large) > self.bytes[x]
 
     def _read_as_arrays(self) -> tuple[set[int], set[int]]:
         """Return what operations read that join with nothing, and those of it that have to be turned."""
@@ -316,6 +407,10 @@ class _Body:
                 own.update(step.reads)
                 if step.name != "dot_general":
                     strict.update(step.reads)
+            elif step.name == _BARRIER:
+                for x, y in zip(step.makes, step.reads, strict=True):
+                    own |= own & {x} and {y}
+                    strict |= strict & {x} and {y}
             elif step.name in SAME:
                 if own & set(step.makes):
                     own.update(step.reads)
@@ -373,6 +468,16 @@ class _Body:
                 are_sums = all(self.steps[found.made[x]].ends_loop for x in (one, other))
                 pairs.append((not are_sums, -sum(self.bytes[x] for x in shared), one, other))
         return [(one, other) for *_, one, other in sorted(pairs)]
+
+    def _advance(self) -> None:
+        """Make first what does not need what the loop carries, of all layers of an iteration."""
+        waits, late = set(self.carried), set[int]()
+        for number, step in enumerate(self.steps):
+            if waits.intersection(step.reads):
+                waits.update(step.makes)
+                late.add(number)
+        order = sorted(range(len(self.steps)), key=lambda number: (number in late, number))
+        self.steps = [self.steps[number] for number in order]
 
     def _reorder(self) -> None:
         """Make the gradients of weights, and what only they need, when a TPU does."""
@@ -460,7 +565,7 @@ class _Body:
                 begins = False
             elif not step.joins and not step.scope.endswith("weights"):
                 begins = True
-                for x in {y for value in step.reads for y in of[value] if y in made}:
+                for x in {y for value in step.reads for y in of.get(value, ()) if y in made}:
                     *_, first = self._copies(x, of, made)
                     if first in found:
                         groups[found[first]].add(x)

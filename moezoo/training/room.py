@@ -32,15 +32,17 @@ def check_memory(step: Step) -> list[str]:
     assert isinstance(mesh, Mesh)
     if (room := room_of(mesh)) is None:
         return []
-    found = step_footprint(step, step.traced)
-    if (needed := room.devices * found.peak) <= _MUCH * room.bytes:
+    found, target = step_footprint(step, step.traced), step.execution.target
+    mixers = (block.attention for stack in step.blueprint.shapes.stacks for block in stack.blocks)
+    low = max(mixer.memory_seen().get(target.platform if target else "", 1) for mixer in mixers)
+    if low * (needed := room.devices * found.peak) <= _MUCH * room.bytes:
         return []
     each = f" ({room.devices} CPU devices with {in_gib(found.peak)} each)" * (room.devices > 1)
     largest = max(found.terms, key=lambda term: term.bytes).name
     what = (
         f"a step needs about {in_gib(needed)} of memory{each}, the largest part for {largest}, and {room.owner} may "
         f"use {in_gib(room.bytes)}"
-    )
+    ) + f"; that is low for such recurrent layers, of which up to {low} times as much was seen" * (low > 1)
     remat = ", execution.remat=full" * (step.execution.remat in ("dots", "none"))
     advice = f"choose a smaller batch_size or seq_len, more execution.microbatches{remat}, or a smaller model"
     if needed > _TOO_MUCH * room.bytes:

@@ -29,6 +29,7 @@ TOTALS = {
     "qwen3_235b_a22b": 235_093_634_560,
     "qwen3_vl_30b_a3b": 30_532_122_624,
     "qwen3_vl_235b_a22b": 235_093_634_560,
+    "qwen3_omni_30b_a3b": 30_532_646_912,
     "qwen1_5_moe_a2_7b": 14_315_784_192,
     "qwen2_57b_a14b": 57_408_658_944,
     "olmoe_1b_7b": 6_919_161_856,
@@ -43,6 +44,9 @@ TOTALS = {
     "qwen3_5_397b_a17b": 396_346_350_336,
     "kimi_linear_48b_a3b": 49_122_675_072,
     "lfm2_8b_a1b": 8_339_929_856,
+    "nemotron_3_nano_30b_a3b": 31_577_940_288 - 23 * 128,  # layers with experts, choice biases
+    "nemotron_3_super_120b_a12b": 120_668_707_840 - 40 * 512,
+    "nemotron_3_ultra_550b_a55b": 549_308_993_536 - 48 * 512,
     "llama4_scout_17b_16e": 107_769_861_120,
     "llama4_maverick_17b_128e": 400_711_848_960,
     "gemma4_26b_a4b": 25_233_141_790 - 30,  # layers
@@ -68,6 +72,7 @@ def configuration(name):
             "qwen3_5",
             "kimi_linear",
             "lfm2_moe",
+            "nemotron_h",
             "gemma4",
             "mimo_v2",
             "llama4",

@@ -1,6 +1,7 @@
 """Recurrent mixers between layers of attention: the loop, the cache and generation carry their states as they are.
 
-One is made here, and one is the library's with the smallest state, a gated short convolution.
+One is made here; one is the library's with the smallest state, a gated short convolution; and one is alone in its
+layers, between layers of experts alone.
 """
 
 import functools
@@ -26,13 +27,14 @@ from moezoo.moe.experts import Experts
 from moezoo.moe.mixture import MoE
 from moezoo.moe.router import Choice, Router
 from moezoo.nn.attention import Attention
-from moezoo.nn.base import Mixer, MixerOutput
+from moezoo.nn.base import Mixer, MixerOutput, NoMixer
 from moezoo.nn.cache import Kept, State
 from moezoo.nn.gated_convolution import GatedConvolution
 from moezoo.nn.linear import normal, project
 from moezoo.nn.norm import RMSNorm
 from moezoo.nn.positions import make_context
 from moezoo.nn.rotary import Rotary
+from moezoo.nn.state_space import StateSpaceMixer, StateSpaceSizes
 from moezoo.parallel.axes import Weight
 from moezoo.parallel.collectives import gather_tokens
 from moezoo.parallel.context_parallel import Coordinates
@@ -100,33 +102,40 @@ class Fading(Mixer):
         return Memory(0, vector)
 
 
-MIXERS = ("fading", "convolution")
+MIXERS = ("fading", "convolution", "mamba")
 
 
 def make_block(kind, key):
-    """Return one layer, of a mixer of `MIXERS` or of attention with this window."""
+    """Return one layer, of a mixer of `MIXERS` or of attention with this window; `experts` for these alone."""
     c, keys = CONFIG, jax.random.split(key, 3)
     options: dict[str, Any] = {"out_std": 0.5, "dtype": F32}
     if kind == "fading":
         mixer = Fading(keys[0])
     elif kind == "convolution":
         mixer = GatedConvolution(c.embed, 3, biases="all", **options, key=keys[0])
+    elif kind == "mamba":
+        sizes = StateSpaceSizes(heads=4, head_dim=5, groups=2, state_dim=6, taps=3)
+        mixer = StateSpaceMixer(c.embed, sizes, epsilon=1e-5, **options, key=keys[0])
+        return Block(RMSNorm(c.embed, 1e-5, dtype=F32), mixer, None, None)
+    elif kind == "experts":
+        mixer = NoMixer()
     else:
         mixer = Attention(16, 4, 2, 8, rotary=Rotary(8, 100.0), window=kind, **options, key=keys[0])
     router = Router(c.embed, c.experts, c.experts_per_token, Choice(), dtype=F32, key=keys[1])
     feed_forward = MoE(router, Experts(c.experts, c.embed, c.expert_mlp, **options, key=keys[2]))
     norms = [RMSNorm(c.embed, 1e-5, dtype=F32) for _ in range(2)]
-    return Block(norms[0], mixer, norms[1], feed_forward)
+    return Block(None if kind == "experts" else norms[0], mixer, norms[1], feed_forward)
 
 
 @functools.cache
 def hybrid(mixer="fading"):
-    """Return two periods of a recurrent layer and one with a window, then one that sees everything."""
+    """Return two periods of a recurrent layer and a window, or experts alone, then a layer that sees everything."""
 
     def make(key: Array) -> LanguageModel:
         keys = jax.random.split(key, 7)
         embedding = TokenEmbedding(40, 16, std=0.5, dtype=F32, key=keys[0])
-        stacks = make_stacks([mixer, 4, mixer, 4, 99], make_block, keys[1:6])
+        between = "experts" if mixer == "mamba" else 4
+        stacks = make_stacks([mixer, between, mixer, between, 99], make_block, keys[1:6])
         return LanguageModel(
             embedding, stacks, Unembedding(16, 40, epsilon=1e-5, std=0.5, dtype=F32, key=keys[6]), CONFIG
         )
@@ -177,15 +186,22 @@ def test_a_split_sequence(mixer, monkeypatch):
         hybrid(mixer)(ids[:, :4], execution=execution)
 
 
-@pytest.mark.parametrize(("mixer", "state"), [("fading", (2, 4, 4, 8)), ("convolution", (2, 4, 2, 16))])
-def test_what_is_kept(mixer, state):
-    """A state per recurrent layer, a window's tokens, all tokens; and the coordinates of the latter two."""
+@pytest.mark.parametrize(
+    ("mixer", "states", "between", "counts"),
+    [
+        ("fading", {(2, 4, 4, 8)}, {(2, 4, 2, 4, 8)}, [4, 13]),
+        ("convolution", {(2, 4, 2, 16)}, {(2, 4, 2, 4, 8)}, [4, 13]),
+        ("mamba", {(2, 4, 2, 2, 6), (2, 4, 2, 4, 5), (2, 4, 4, 6, 5)}, set(), [13]),
+    ],
+)
+def test_what_is_kept(mixer, states, between, counts):
+    """States of a recurrent layer, a window's tokens, all tokens; and the coordinates of the latter two."""
     at = Coordinates(*(jnp.ones(IDS.shape, jnp.int32),) * 2)
     read = functools.partial(generation.prefill, length=13, execution=on_mesh(moezoo.Execution()))
     cache = jax.eval_shape(lambda m: read(m, jnp.asarray(IDS), at), hybrid(mixer)).cache
     shapes = [[{x.shape for x in jax.tree.leaves(state)} for state in stack] for stack in cache.states]
-    assert shapes == [[{state}, {(2, 4, 2, 4, 8)}], [{(1, 4, 2, 13, 8)}]]
-    assert sorted(cache.coordinates) == [4, 13]
+    assert shapes == [[states, between], [{(1, 4, 2, 13, 8)}]]
+    assert sorted(cache.coordinates) == counts
 
 
 def test_a_mixer_that_the_library_does_not_know_has_a_working_set():

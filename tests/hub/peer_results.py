@@ -112,10 +112,9 @@ def _gradients_of_transformers(theirs):
             for e, one in enumerate(gradient):
                 found[name.replace("gate_up_proj", f"{e}.{gate}.weight")] = one[:half]
                 found[name.replace("gate_up_proj", f"{e}.{up}.weight")] = one[half:]
-        elif name.endswith("experts.down_proj"):
-            found |= {
-                name.replace("experts.down_proj", f"experts.{e}.{down}.weight"): g for e, g in enumerate(gradient)
-            }
+        elif name.endswith(("experts.down_proj", "experts.up_proj")):
+            what, mine = ("up_proj", up) if name.endswith("up_proj") else ("down_proj", down)
+            found |= {name.replace(f"experts.{what}", f"experts.{e}.{mine}.weight"): g for e, g in enumerate(gradient)}
         elif name.endswith("self_attn.conv1d.weight"):  # of queries, keys and values together
             found |= {
                 name.replace("conv1d", f"{x}_conv1d"): g for x, g in zip("qkv", np.split(gradient, 3), strict=True)
@@ -128,6 +127,8 @@ def _gradients_of_transformers(theirs):
             name if is_dense.search(name) else name.replace(".mlp.", ".block_sparse_moe."): g
             for name, g in found.items()
         }
+    if theirs.config.model_type == "nemotron_h":
+        found = {re.sub(r"^model\.", "backbone.", name): g for name, g in found.items()}
     if theirs.config.model_type == "sarvam_moe":
         q_proj = "self_attn.q_proj."
         for name in [name for name in found if q_proj in name]:

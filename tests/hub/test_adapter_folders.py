@@ -649,4 +649,5 @@ def test_all_types_are_known():
     from moezoo.models import FAMILIES
 
     types = {name for family in FAMILIES.values() if family.name not in MADE for name in family.hub.types}
-    assert types - KNOWN == {"kimi_k2", "qwen3_vl_moe_text"}  # written as deepseek_v3 and qwen3_moe
+    # Written as deepseek_v3 and qwen3_moe.
+    assert types - KNOWN == {"kimi_k2", "qwen3_vl_moe_text", "qwen3_omni_moe_text"}

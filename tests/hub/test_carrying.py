@@ -78,6 +78,7 @@ def published(model, tmp_path_factory):
     config = json.loads((folder / "config.json").read_text())
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": int(rope["rope_theta"]), "rope_scaling": None, "num_nextn_predict_layers": 1}
+    config |= {"_limit": [0.0, float("inf")]}
     config |= {"torch_dtype": config.pop("dtype"), "_unknown": {"a": 1e-06}, "eos_token_id": 2, "seq_aux": True}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name, data in (TEXTS | NOT_COPIED).items():

@@ -238,6 +238,20 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     kimi linear => {"use_grouped_topk": false} => use_grouped_topk=false with num_expert_group=4
     kimi linear => {"tie_word_embeddings": true} => tie_word_embeddings=true ... only false
     kimi linear => {"num_key_value_heads": 1} => num_key_value_heads=1 ... only 4
+    solar => {"partial_rotary_factor": 0.5} => partial_rotary_factor=0.5 ... only 1
+    solar => {"first_k_dense_replace": 1} => first_k_dense_replace=1 ... only 0
+    nemotron => {"hybrid_override_pattern": "MEM-"} => hybrid_override_pattern=MEM- contradicts layers_block_type
+    nemotron => {"layers_block_type": ["moe", "rnn"]} => layers_block_type names rnn: expected linear_attention or
+    nemotron => {"num_hidden_layers": 5} => num_hidden_layers=5, but hybrid_override_pattern names 4 layers
+    nemotron => {"hybrid_override_pattern": "M*--", "layers_block_type": null}
+        => hybrid_override_pattern=M*-- has no layer with experts (E) ... load another model
+    nemotron => {"hybrid_override_pattern": "MExE", "layers_block_type": null}
+        => hybrid_override_pattern names x ... expected M for Mamba-2
+    nemotron => {"time_step_limit": [0.0]} => time_step_limit=[0.0]: expected one list of two numbers
+    nemotron => {"n_groups": 3} => mamba_num_heads=4 is not a multiple of n_groups=3
+    nemotron => {"use_bias": true} => use_bias=true ... only false
+    nemotron => {"mlp_hidden_act": "silu"} => mlp_hidden_act=silu ... only relu2
+    nemotron => {"n_shared_experts": 2} => n_shared_experts=2 ... only 1
     lfm2 => {"layer_types": null} => layer_types is missing; write 'full_attention' or 'conv' for each layer
     lfm2 => {"layer_types": ["conv", "sliding_attention"]} => layer_types names 'sliding_attention' ... or conv
     lfm2 => {"num_dense_layers": 2} => num_dense_layers=2 must be below num_hidden_layers=2

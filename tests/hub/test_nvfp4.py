@@ -6,8 +6,9 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from few_bit_folders import BF16, FP4, tensors_of, write_folder
+from few_bit_folders import BF16, FP4, MODELOPT_CONFIG, encode_modelopt, tensors_of, write_folder
 from refusals import refused
+from tiny_models import gemma4
 
 import moezoo
 from moezoo.hub.formats.nvfp4 import NVFP4ModelOpt, NVFP4Packed
@@ -78,6 +79,35 @@ def test_folders_of_modelopt(few_bits, tmp_path, is_apart):
     with pytest.warns(UserWarning, match=r"_scale"):
         again = moezoo.from_pretrained(tmp_path / "like", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, model, again)
+
+
+def test_gemma4_as_modelopt_writes_it(save, tmp_path):
+    """Inside a model for images, experts apart from each other in NVFP4, and all else in numbers."""
+    config = gemma4(embed=64, expert_mlp=32)
+    rng, few, wide = np.random.default_rng(0), dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for name, weight in tensors_of(save(config).folder).items():
+        name = name.replace("model.", "model.language_model.", 1)
+        wide[name] = weight
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            few[name] = weight
+            continue
+        above, _, last = name.rpartition(".")
+        projections = last.replace("gate_up", "gate_proj+up").split("+")
+        wide[name] = np.zeros_like(weight)
+        for expert, own in enumerate(weight):
+            for part, (projection, matrix) in enumerate(zip(projections, np.split(own, len(projections)), strict=True)):
+                stored, numbers = encode_modelopt(rng, f"{above}.{expert}.{projection}.weight", matrix)
+                few |= stored | {f"{above}.{expert}.{projection}.input_scale": np.ones((), np.float32)}
+                wide[name][expert, part * len(matrix) :][: len(matrix)] = numbers
+    assert {x.dtype.name for x in few.values()} == {"uint8", "float8_e4m3fn", "float32"}
+    inner = json.loads((save(config).folder / "config.json").read_text())
+    outer = {"model_type": "gemma4", "text_config": inner, "vision_config": None, "tie_word_embeddings": True}
+    write_folder(tmp_path / "few", few, outer | {"quantization_config": MODELOPT_CONFIG})
+    write_folder(tmp_path / "wide", wide, outer)
+    with pytest.warns(UserWarning, match=r"48 tensors are not loaded, for products in few bits"):
+        model = moezoo.from_pretrained(tmp_path / "few", dtype="float32")
+    assert model.config == config
+    jax.tree.map(np.testing.assert_array_equal, model, moezoo.from_pretrained(tmp_path / "wide", dtype="float32"))
 
 
 def test_a_file_that_states_no_few_bits_of_weights_is_copied(save, tmp_path):

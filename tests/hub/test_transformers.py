@@ -22,6 +22,7 @@ from tiny_models import (
     gpt_oss,
     llama4,
     mimo,
+    nemotron_h,
     of_type,
     olmoe,
     qwen3,
@@ -218,6 +219,26 @@ SPELLINGS = {
         ),
     ),
     "v2 pairs": ("v2", lambda c: c.update(rope_interleave=False)),
+    # transformers clamps to another key, and only where it reads a text.
+    "nemotron steps": (
+        "nemotron",
+        lambda c: c.update(time_step_limit=[0.7, {"__float__": "Infinity"}], time_step_min=0.7),
+    ),
+    "nemotron pattern": ("nemotron latent", drop("layers_block_type", "num_hidden_layers")),
+    "nemotron older parts": (
+        "nemotron",
+        lambda c: (
+            c.update(layers_block_type=["mamba", "moe", "attention", "mlp"], time_step_limit=[0.0, float("inf")]),
+            c.pop("hybrid_override_pattern"),
+        ),
+    ),
+    "nemotron defaults": (
+        nemotron_h(groups=1, head_dim=128, router=replace(SIGMOID, scale=1.0)),
+        drop(
+            *("hybrid_override_pattern", "layers_block_type", "n_group", "topk_group", "routed_scaling_factor"),
+            *("head_dim", "conv_kernel", "use_conv_bias", "norm_topk_prob", "n_shared_experts", "mlp_hidden_act"),
+        ),
+    ),
 }
 
 
@@ -227,6 +248,8 @@ def test_reads_settings_as_transformers_does(save, name, edit, tmp_path):
         deepseek_v3(yarn=YARN, router=replace(ROUTER, groups=8, kept_groups=4), experts=16)
         if name == "v3"
         else CONFIGS[name]
+        if isinstance(name, str)
+        else name
     )
     assert_equal_logits(save, config, edit, tmp_path / "m")
 

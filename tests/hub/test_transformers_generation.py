@@ -64,6 +64,11 @@ MORE = (
     "mistral 4 plain",
     "v2 lite, tied",
     "lfm2 two dense",
+    "solar plain",
+    "mimo plain, tied",
+    "exaone groups, tied",
+    "afmoe plain, tied",
+    "sarvam",
 )
 # More of a kind, in which sizes or the layers' order differ; some run on a mesh below.
 WEEKLY = (

@@ -92,6 +92,27 @@ _QWEN3_5 |= {"num_experts": 256, "num_experts_per_tok": 8, "rope_parameters": {"
 _QWEN3_5["rope_parameters"] |= {"mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 10000000}
 _QWEN3_5["rope_parameters"] |= {"partial_rotary_factor": 0.25}
 _PERIOD = ["linear_attention"] * 3 + ["full_attention"]
+_NEMOTRON = {"model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "attention_bias": False}
+_NEMOTRON |= {
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_dropout": 0.0,
+    "norm_eps": 1e-5,
+}
+_NEMOTRON |= {"layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "mamba_proj_bias": False}
+_NEMOTRON |= {"mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 262144, "mlp_bias": False, "n_group": 1}
+_NEMOTRON |= {"mlp_hidden_act": "relu2", "moe_shared_expert_overlap": False, "n_groups": 8, "n_shared_experts": 1}
+_NEMOTRON |= {"norm_topk_prob": True, "num_key_value_heads": 2, "num_logits_to_keep": 1, "num_nextn_predict_layers": 1}
+_NEMOTRON |= {"partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False}
+_NEMOTRON |= {"rope_theta": 10000, "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001}
+_NEMOTRON |= {"time_step_max": 0.1, "time_step_min": 0.001, "topk_group": 1, "use_bias": False, "use_conv_bias": True}
+_NEMOTRON |= {"use_mamba_kernels": True, "vocab_size": 131072}
+_NANO = "MEMEM*" + "EMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME"
+_SUPER = "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME"
+_ULTRA = "MEMEMEM*" + ("EMEMEM*" + "EMEMEMEM*" * 2) * 3 + "EMEMEM*EMEMEMEM*EMEMEMEME"
+_OLDER_PARTS = {"M": "mamba", "E": "moe", "*": "attention"}
 
 # Preset -> the keys of its published config.json, without those of quantization.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -138,6 +159,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
     | {"num_attention_heads": 64, "max_window_layers": 94, "shared_expert_intermediate_size": 0, "qkv_bias": False}
     | {"use_qk_norm": True},
+    "qwen3_omni_30b_a3b": _QWEN
+    | {"model_type": "qwen3_omni_moe_text", "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 48}
+    | {"moe_intermediate_size": 768, "num_attention_heads": 32, "max_position_embeddings": 65536, "vocab_size": 152064}
+    | {"rope_scaling": {"interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default", "type": "default"}}
+    | {"shared_expert_intermediate_size": 0, "use_qk_norm": True},
     # Of the smaller one as VeOmni has it beside its tests, with the number of layers and of experts that were released.
     "qwen3_vl_30b_a3b": _QWEN3_VL
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
@@ -192,6 +218,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "layer_types": _PERIOD * 15, "linear_num_value_heads": 64, "moe_intermediate_size": 1024}
     | {"num_attention_heads": 32, "num_hidden_layers": 60, "shared_expert_intermediate_size": 1024}
     | {"num_experts": 512, "num_experts_per_tok": 10},
+    "nemotron_3_nano_30b_a3b": _NEMOTRON
+    | {"hidden_size": 2688, "hybrid_override_pattern": _NANO, "intermediate_size": 1856, "mamba_num_heads": 64}
+    | {"moe_intermediate_size": 1856, "moe_latent_size": None, "moe_shared_expert_intermediate_size": 3712}
+    | {"n_routed_experts": 128, "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 52}
+    | {"routed_scaling_factor": 2.5},
+    "nemotron_3_super_120b_a12b": _NEMOTRON
+    | {"hidden_size": 4096, "hybrid_override_pattern": _SUPER, "intermediate_size": 2688, "mamba_num_heads": 128}
+    | {"moe_intermediate_size": 2688, "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376}
+    | {"n_routed_experts": 512, "num_attention_heads": 32, "num_experts_per_tok": 22, "num_hidden_layers": 88}
+    | {"routed_scaling_factor": 5.0, "mtp_hybrid_override_pattern": "*E", "time_step_limit": [0.0, float("inf")]},
+    "nemotron_3_ultra_550b_a55b": _NEMOTRON
+    | {"hidden_size": 8192, "intermediate_size": 5120, "mamba_num_heads": 256, "moe_intermediate_size": 5120}
+    | {"layers_block_type": [_OLDER_PARTS[part] for part in _ULTRA], "mtp_layers_block_type": ["attention", "moe"]}
+    | {"moe_latent_size": 2048, "moe_shared_expert_intermediate_size": 10240, "n_routed_experts": 512}
+    | {"num_attention_heads": 64, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0}
+    | {"time_step_limit": [0.0, 1e308]},
 }
 
 
@@ -291,6 +333,7 @@ UNWRITTEN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("glm", {"window": 4}, ("model.window=4: a glm4_moe folder", "read as null")),
     ("minimax", {"mlp_layers": (0,)}, ("model.mlp_layers=[0]: a minimax_m2 folder",)),
     ("minimax", {"router": Choice()}, ("model.router.score=softmax: a minimax_m2 folder", "read as sigmoid")),
+    ("solar", {"rotary_dims": 4}, ("model.rotary_dims=4: a solar_open folder", "read as null")),
     ("hy", {"rotary_dims": 4}, ("model.rotary_dims=4: a hy_v3 folder", "read as null")),
     ("ernie", {"rope_pairs": "halves"}, ("model.rope_pairs=halves: a ernie4_5_moe folder", "read as interleaved")),
     ("sarvam", {"attention_bias": "inputs"}, ("model.attention_bias=inputs: a sarvam_moe folder", "read as none")),

@@ -21,6 +21,7 @@ from moezoo.models import (
     Lfm2MoeConfig,
     Llama4Config,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     WindowedConfig,
@@ -31,6 +32,7 @@ from moezoo.models.config_json import OLDER_ROPE
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaSizes
 from moezoo.nn.rotary import CountScale, Llama3, QueryScale, Yarn
+from moezoo.nn.state_space import StateSpaceSizes
 
 SMALL: dict[str, Any] = {"vocab": 40, "embed": 16, "heads": 4, "expert_mlp": 12, "experts": 8, "experts_per_token": 2}
 ROUTER = DeepSeekConfig().router
@@ -55,7 +57,7 @@ def qwen3(**changes: Any) -> GroupedConfig:
 def of_type(model_type: str, **changes: Any) -> GroupedConfig:
     """Return a tiny model of another type of that family; `changes` has what its type always has."""
     router = {"ernie4_5_moe": Choice(choice_bias="learned", least_sum=0.4)}.get(model_type, SIGMOID)
-    mlp = SMALL["expert_mlp"] if model_type == "minimax_m2" else 20  # no layer of that type has an MLP
+    mlp = SMALL["expert_mlp"] if model_type in ("minimax_m2", "solar_open") else 20  # no layer of these has an MLP
     sizes: dict[str, Any] = {"mlp": mlp, "mlp_layers": (), "layers": 2, "model_type": model_type, "router": router}
     if model_type == "glm4_moe":
         sizes |= {"load_balance": 0.0001, "load_balance_over": "sequence"}
@@ -107,6 +109,13 @@ def lfm2(**changes: Any) -> Lfm2MoeConfig:
     """Return a tiny LFM2 whose first layer has a convolution and an MLP."""
     sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "mlp": 20, "rope_base": 100.0}
     return Lfm2MoeConfig(**{**SMALL, **sizes, "attention_layers": (1,), **changes})
+
+
+def nemotron_h(heads: int = 4, groups: int = 2, taps: int = 4, **changes: Any) -> NemotronHConfig:
+    """Return a tiny Nemotron-H with a layer of each part. No two adjacent dimensions of a layer have the same size."""
+    sizes: dict[str, Any] = {"mamba": StateSpaceSizes(heads, 5, groups, 6, taps), "layers": 4, "pattern": "ME*-"}
+    sizes |= {"kv_heads": 2, "head_dim": 8, "mlp": 20, "shared_mlp": 10, "router": SIGMOID}
+    return NemotronHConfig(**{**SMALL, **sizes, **changes})
 
 
 def gemma4(**changes: Any) -> Gemma4Config:
@@ -194,6 +203,15 @@ CONFIGS = {
     "hy": of_type("hy_v3", attention_bias="all", layers=3, mlp_layers=(1,), shared_experts=1),
     "dots": of_type("dots1", attention_bias="all", window=5, mlp_layers=(0,), shared_experts=2, router=ROUTER),
     "dots plain": of_type("dots1", kv_heads=4, shared_experts=1, router=replace(SIGMOID, gates="scores")),
+    "solar": of_type("solar_open", norm_over="nothing", attention_bias="inputs", shared_experts=2, router=ROUTER),
+    "solar plain": of_type(
+        "solar_open",
+        norm_over="nothing",
+        shared_experts=1,
+        router=replace(SIGMOID, gates="scores"),
+        yarn=replace(YARN, mscale=0.0, mscale_all=0.0),
+        tied_embeddings=True,
+    ),
     "ernie": of_type("ernie4_5_moe", norm_over="nothing", rope_pairs="interleaved", mlp_layers=(0,), shared_experts=2),
     "ernie every other": of_type(
         "ernie4_5_moe",
@@ -266,6 +284,15 @@ CONFIGS = {
         tied_embeddings=False,
     ),
     "lfm2 two dense": lfm2(layers=3, attention_layers=None, dense_layers=2, taps=1, experts_per_token=1),
+    "nemotron": nemotron_h(),
+    "nemotron latent": nemotron_h(6, 3, 3, layers=5, pattern="EM*EM", expert_latent=8, router=ROUTER, kv_heads=4),
+    "nemotron no bias": nemotron_h(
+        4,
+        1,
+        pattern="E*MM",
+        mamba=StateSpaceSizes(4, 5, 1, 6, bias="none"),
+        router=replace(SIGMOID, gates="scores"),
+    ),
     "gemma4": gemma4(),
     "gemma4 own values": gemma4(
         layers=3, full_layers=(0, 2), full_values="own", full_kv_heads=2, full_rope_share=0.8, tied_embeddings=False
@@ -325,24 +352,28 @@ CONFIGS = {
 }
 
 # One of each kind of config.json.
-PLAIN: dict[str, Any] = {
-    "mixtral": mixtral(),
-    "qwen3": qwen3(),
-    "olmoe": olmoe(clip_qkv=None),
-    "gpt_oss": gpt_oss(),
-    "v2": deepseek_v2(),
-    "v3": deepseek_v3(),
-    "v3.2": deepseek_v3(index_topk=8),
-    "mistral4": mistral4(),
-    "qwen3.5": qwen35(),
-    "next": qwen3_next(),
-    "lfm2": lfm2(),
-    "gemma4": gemma4(),
-    "llama4": llama4(),
-    "mimo": mimo(),
-    "exaone": exaone(),
-    "afmoe": afmoe(router=SIGMOID),
-} | {name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
+PLAIN: dict[str, Any] = (
+    {
+        "mixtral": mixtral(),
+        "qwen3": qwen3(),
+        "olmoe": olmoe(clip_qkv=None),
+        "gpt_oss": gpt_oss(),
+        "v2": deepseek_v2(),
+        "v3": deepseek_v3(),
+        "v3.2": deepseek_v3(index_topk=8),
+        "mistral4": mistral4(),
+        "qwen3.5": qwen35(),
+        "next": qwen3_next(),
+        "lfm2": lfm2(),
+        "gemma4": gemma4(),
+        "llama4": llama4(),
+        "mimo": mimo(),
+        "exaone": exaone(),
+        "afmoe": afmoe(router=SIGMOID),
+    }
+    | {name: CONFIGS[name] for name in ("qwen2", "glm", "sarvam", "minimax", "hy", "dots", "ernie", "kimi linear")}
+    | {name: CONFIGS[name] for name in ("nemotron", "solar")}
+)
 
 
 def keys_of(name: str) -> dict[str, Any]:

@@ -14,7 +14,18 @@ from meshes import auto_mesh
 from programs import largest_array
 from refusals import refused
 
-from moezoo.kernels.delta_rule import BACKENDS, Backend, Operands, Start, chunked, delta_rule, register, span_map, then
+from moezoo.kernels.delta_rule import (
+    BACKENDS,
+    Backend,
+    Operands,
+    Start,
+    chunked,
+    delta_rule,
+    register,
+    span_map,
+    then,
+    times,
+)
 from moezoo.parallel.collectives import ATTENTION
 
 BATCH, HEADS, GROUP, KEY, VALUE = 2, 2, 2, 8, 6
@@ -33,8 +44,10 @@ class Floats(NamedTuple):
     initial: Any
 
 
-def make(tokens: int, per_channel: bool, largest: float, seed: int = 0, equal_keys: bool = False) -> Floats:
-    """Return random operands; decays are between 0 and -`largest`, most of them near 0."""
+def make(
+    tokens: int, per_channel: bool, largest: float, seed: int = 0, equal_keys: bool = False, corrects: bool = True
+) -> Floats:
+    """Return random operands; decays are between 0 and -`largest`, most of them near 0. The rule `corrects` or not."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
@@ -46,7 +59,8 @@ def make(tokens: int, per_channel: bool, largest: float, seed: int = 0, equal_ke
     decay = -largest * rng.random((*rows, GROUP, KEY) if per_channel else (*rows, GROUP)) ** 4
     q, v = unit(draw(*rows, KEY)), draw(*rows, GROUP, VALUE)
     initial = draw(BATCH, HEADS, GROUP, KEY, VALUE)
-    return Floats(*(np.asarray(x, np.float32) for x in (q, k, v, decay, strength, initial)))
+    found = Floats(*(np.asarray(x, np.float32) for x in (q, k, v, decay, strength, initial)))
+    return found if corrects else found._replace(strength=None)
 
 
 def operands(floats: Floats, segment: Any) -> Operands:
@@ -67,19 +81,20 @@ def cut(floats: Floats, first: int, after: int) -> Floats:
 
 def loop(floats: Floats, segment: Any, before: Any, by_result: Any, by_state: Any) -> tuple[Any, Any, Floats]:
     """Return results, states and gradients in float64, token by token, forwards and backwards."""
-    x = Floats(*(np.asarray(one, np.float64) for one in floats))
-    result, last, back = np.zeros_like(x.v), np.zeros_like(x.initial), Floats(*map(np.zeros_like, x))
+    x = jax.tree.map(lambda one: np.asarray(one, np.float64), floats)
+    result, last, back = np.zeros_like(x.v), np.zeros_like(x.initial), jax.tree.map(np.zeros_like, x)
     rows, tokens = segment.shape
     for b, h, g in np.ndindex(rows, HEADS, GROUP):
         q, k, v = x.q[b, :, h], x.k[b, :, h], x.v[b, :, h, g]
         factor = np.exp(x.decay[b, :, h, g]).reshape(tokens, -1)
-        strength, kept = x.strength[b, :, h, g], []
+        kept, corrects = [], x.strength is not None
+        strength = x.strength[b, :, h, g] if corrects else np.ones(tokens)
         goes_on = segment[b] == np.concatenate([before[b : b + 1], segment[b, :-1]])
         state = x.initial[b, h, g]
         for t in range(tokens):
             old = state * goes_on[t]
             faded = factor[t][:, None] * old
-            error = v[t] - faded.T @ k[t]
+            error = v[t] - corrects * (faded.T @ k[t])
             state = faded + np.outer(k[t], strength[t] * error)
             kept.append((old, faded, error, state))
             result[b, t, h, g] = state.T @ q[t]
@@ -89,11 +104,12 @@ def loop(floats: Floats, segment: Any, before: Any, by_result: Any, by_state: An
             old, faded, error, state = kept[t]
             by = by + np.outer(q[t], by_result[b, t, h, g])
             back.q[b, t, h] += state @ by_result[b, t, h, g]
-            back.strength[b, t, h, g] = error @ (by.T @ k[t])
+            if corrects:
+                back.strength[b, t, h, g] = error @ (by.T @ k[t])
             by_error = strength[t] * (by.T @ k[t])
             back.v[b, t, h, g] = by_error
-            back.k[b, t, h] += by @ (strength[t] * error) - faded @ by_error
-            by = by - np.outer(k[t], by_error)
+            back.k[b, t, h] += by @ (strength[t] * error) - corrects * (faded @ by_error)
+            by = by - corrects * np.outer(k[t], by_error)
             by_decay = (by * faded).sum(1)
             back.decay[b, t, h, g] = by_decay if x.decay.ndim == 5 else by_decay.sum()
             by = factor[t][:, None] * by * goes_on[t]
@@ -125,7 +141,7 @@ def compare(name: str, floats: Floats, segment: Any, before: Any) -> None:
     back = [rng.standard_normal(x.shape).astype(np.float32) for x in (floats.v, floats.initial)]
     found = compiled(name, floats, segment, before, *back)
     wanted = loop(floats, segment, before, *back)
-    names = ("result", "state", *Floats._fields)
+    names = ["result", "state", *(name for name in Floats._fields if getattr(floats, name) is not None)]
     wanted = jax.tree.leaves(wanted)
     largest = [np.abs(x).max() for x in wanted]
     # A gradient may cancel to nothing; its terms are of the order of the other gradients.
@@ -134,8 +150,12 @@ def compare(name: str, floats: Floats, segment: Any, before: Any) -> None:
         assert np.abs(np.asarray(one) - other).max() <= NEAR * max(most, floor), (name, what)
 
 
-@pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
-def test_documents_anywhere(per_channel):
+@pytest.mark.parametrize(
+    ("per_channel", "corrects"),
+    [(False, True), (True, True), (False, False), pytest.param(True, False, marks=pytest.mark.weekly)],
+    ids=["per head", "per channel", "per head, no strengths", "per channel, no strengths"],
+)
+def test_documents_anywhere(per_channel, corrects):
     """Documents begin in the middle of chunks, at their borders and at the first token; decays reach exp(-300)."""
 
     @settings(max_examples=12)
@@ -150,7 +170,7 @@ def test_documents_anywhere(per_channel):
     @example(cuts=[], largest=0.0, before=[1, 1], equal=True, seed=0)
     @example(cuts=[63, 65], largest=300.0, before=[0, 1], equal=True, seed=0)
     def check(cuts: Any, largest: float, before: Any, equal: bool, seed: int) -> None:
-        floats = make(150, per_channel, largest, seed, equal)
+        floats = make(150, per_channel, largest, seed, equal, corrects)
         segment = np.stack([segments(150, cuts), segments(150, [100])])
         for name in BACKENDS:
             compare(name, floats, segment, np.asarray(before, np.int32))
@@ -168,9 +188,10 @@ def test_lengths(tokens):
         compare(name, make(tokens, False, 2.0), segment, np.array([1, 0], np.int32))
 
 
-def test_a_large_decay_does_not_blur_small_ones():
+@pytest.mark.parametrize("corrects", [True, False])
+def test_a_large_decay_does_not_blur_small_ones(corrects):
     """Behind a decay of exp(-1e6), a state that fades by exp(-0.001) per token is exact."""
-    floats, segment = make(64, False, 0.0), np.ones((2, 64), np.int32)
+    floats, segment = make(64, False, 0.0, corrects=corrects), np.ones((2, 64), np.int32)
     decay = np.full_like(floats.decay, -1e-3)
     decay[:, 5] = -1e6
     compare("chunked", floats._replace(decay=decay), segment, np.ones(2, np.int32))
@@ -185,9 +206,11 @@ def test_the_inverse_of_a_unit_triangular_matrix(largest):
     np.testing.assert_allclose(chunked.invert(jnp.asarray(strict)), wanted, atol=1e-5 * np.abs(wanted).max())
 
 
-def test_spans_one_behind_the_other():
+@pytest.mark.parametrize("kind", ["per head", "no strengths", "per channel, no strengths"])
+def test_spans_one_behind_the_other(kind):
     """The map of a span takes the state before it to that after it, and maps compose in the order of tokens."""
-    floats, before = make(90, False, 0.02), np.ones(2, np.int32)
+    floats = make(90, "channel" in kind, 0.02, corrects="no" not in kind)
+    before = np.ones(2, np.int32)
     segment: Any = np.ones((2, 90), np.int32)
     segment[1, 70:] = 2
     initial = floats.initial
@@ -200,7 +223,7 @@ def test_spans_one_behind_the_other():
             for a, b in itertools.pairwise(at)
         ]
         both = then(*spans)
-        return both.factor @ initial + both.term, both.factor
+        return times(both.factor, jnp.asarray(initial)) + both.term, both.factor
 
     state, factor = maps()
     wanted, *_ = loop(floats, segment, before, np.zeros_like(floats.v), np.zeros_like(initial))[1:]

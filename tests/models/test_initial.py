@@ -24,9 +24,9 @@ def test_initial_values(family):
     model = jax.jit(lambda: moezoo.build_model(config, key=jax.random.key(0)))()
     first_numbers = []
     for (path, axes, shape), array in zip(parameter_table(model), jax.tree.leaves(model), strict=True):
-        if path.endswith((".decay.rate", ".decay.bias")):  # tests/nn/test_delta.py
+        if path.endswith((".decay.rate", ".decay.bias", ".attention.rate", ".step_bias")):  # tests/nn/test_delta.py
             continue
-        is_filter = ".convolutions" in path
+        is_filter = (".convolutions" in path and path.endswith(".weight")) or path.endswith(".filters")
         if axes.role not in (Role.WEIGHT, Role.EMBEDDING) and not is_filter:
             starts = axes.role is Role.SCALE and (".attention.norm" in path or not config.norms_around_one)
             starts |= path.endswith((".decay.bias", "].scale"))

@@ -1,4 +1,4 @@
-"""Mixers by the delta rule, against loops over tokens in float64; in parts, on meshes, and behind a cache."""
+"""Mixers by the delta rule and state space duality, against loops over tokens in float64; split, and behind a cache."""
 
 import functools
 from typing import Any
@@ -14,24 +14,35 @@ from moezoo.nn.cache import Past
 from moezoo.nn.delta import Activations, ChannelDecay, DeltaMixer, DeltaSizes, FullGate, HeadDecay, LowRankGate
 from moezoo.nn.positions import make_context
 from moezoo.nn.short_convolution import ShortConvolution, last
+from moezoo.nn.state_space import StateSpaceMixer, StateSpaceSizes
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
 from moezoo.parallel.mesh_execution import on_mesh
 from moezoo.parallel.rules import Rules
+from moezoo.parallel.traces import equations
 
 EMBED, BATCH, SEQ, EPSILON = 8, 2, 24, 1e-5
 SIZES = DeltaSizes(key_heads=2, value_heads=4, key_dim=4, value_dim=3)
 SAME = DeltaSizes(key_heads=4, value_heads=4, key_dim=4, value_dim=3, taps=3)
+MAMBA = StateSpaceSizes(heads=4, head_dim=3, groups=2, state_dim=4)
+# Steps that are clamped on both sides, and no biases of convolutions.
+CLAMPED = StateSpaceSizes(heads=4, head_dim=3, groups=2, state_dim=4, bias="none", least_step=0.03, most_step=0.1)
 F32 = jnp.dtype("float32")
 # Sums of some hundred products of numbers of order one, each rounded to float32.
 PRECISION = 200 * 2.0**-24
 
 
 @functools.cache
-def mixer(name: str) -> DeltaMixer:
+def mixer(name: str) -> DeltaMixer | StateSpaceMixer:
     """Return a mixer of each kind, with numbers in place of ones and zeros."""
     keys = jax.random.split(jax.random.key(0), 4)
+    draw = np.random.default_rng(0)
+    moved = lambda x: x + draw.uniform(-0.3, 0.3, x.shape).astype(np.float32)  # noqa: E731
+    if "mamba" in name:
+        sizes = MAMBA if name == "mamba" else CLAMPED
+        made = StateSpaceMixer(EMBED, sizes, epsilon=EPSILON, out_std=1.0, dtype=F32, key=keys[2])
+        return jax.tree.map(moved, made)
     sizes = SIZES if name == "gated" else SAME
     if name == "gated":
         parts = HeadDecay(EMBED, sizes, dtype=F32, key=keys[0]), FullGate(EMBED, sizes, dtype=F32, key=keys[1])
@@ -40,8 +51,6 @@ def mixer(name: str) -> DeltaMixer:
         decay = ChannelDecay(EMBED, sizes, rank=3, lowest=lowest, dtype=F32, key=keys[0])
         parts = decay, LowRankGate(EMBED, sizes, rank=3, dtype=F32, key=keys[1])
     made = DeltaMixer(EMBED, sizes, *parts, epsilon=EPSILON, out_std=1.0, dtype=F32, key=keys[2])
-    draw = np.random.default_rng(0)
-    moved = lambda x: x + draw.uniform(-0.3, 0.3, x.shape).astype(np.float32)  # noqa: E731
     return jax.tree.map(moved, made)
 
 
@@ -50,21 +59,49 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
+def softplus(x: np.ndarray) -> np.ndarray:
+    """Return log(1 + exp(x))."""
+    return np.logaddexp(0, x)
+
+
+def filtered(x: np.ndarray, weight: Any, convolution: Any) -> np.ndarray:
+    """Return a projection of the tokens of one document behind a convolution and silu."""
+    made, taps = np.einsum("td,dhk->thk", x, weight), len(convolution.weight)
+    y = np.zeros_like(made) if convolution.bias is None else np.broadcast_to(convolution.bias, made.shape).copy()
+    for t in range(len(x)):
+        for back in range(min(taps, t + 1)):
+            y[t] += convolution.weight[taps - 1 - back] * made[t - back]
+    return silu(y)
+
+
+def naive_mamba(m: Any, x: np.ndarray) -> np.ndarray:
+    """Return the result of a mixer by state space duality, as `naive` does."""
+    c, b, v = (filtered(x, *pair) for pair in zip((m.read, m.write, m.value), m.convolutions, strict=True))
+    step = softplus(x @ m.step + m.step_bias)
+    step = np.minimum(np.maximum(step, m.least_step), np.inf if m.most_step is None else m.most_step)
+    heads, groups = v.shape[1], b.shape[1]
+    each, out = heads // groups, np.zeros_like(v)
+    for h in range(heads):
+        state = np.zeros((v.shape[2], b.shape[2]))
+        for t in range(len(x)):
+            state = np.exp(-np.exp(m.rate[h]) * step[t, h]) * state
+            state = state + step[t, h] * np.outer(v[t, h], b[t, h // each])
+            out[t, h] = state @ c[t, h // each] + m.skip[h] * v[t, h]
+    out = out * silu(np.einsum("td,dhv->thv", x, m.gate))
+    for g in range(groups):
+        mine = out[:, g * each : (g + 1) * each]
+        out[:, g * each : (g + 1) * each] = mine / np.sqrt((mine**2).mean((1, 2), keepdims=True) + EPSILON)
+    return np.einsum("thv,hvd->td", out * m.norm.scale, m.out)
+
+
 def naive(m: Any, x: np.ndarray) -> np.ndarray:
     """Return the result for the tokens [tokens, embed] of one document, in float64, token by token."""
     m = jax.tree.map(lambda w: np.asarray(w, np.float64), m)
     x = x.astype(np.float64)
-    softplus, sigmoid = lambda y: np.logaddexp(0, y), lambda y: 1 / (1 + np.exp(-y))
-
-    def filtered(weight: Any, convolution: Any) -> np.ndarray:
-        made, taps = np.einsum("td,dhk->thk", x, weight), len(convolution.weight)
-        y = np.zeros_like(made)
-        for t in range(len(x)):
-            for back in range(min(taps, t + 1)):
-                y[t] += convolution.weight[taps - 1 - back] * made[t - back]
-        return silu(y)
-
-    q, k, v = map(filtered, (m.query, m.key, m.value), m.convolutions)
+    if isinstance(m, StateSpaceMixer):
+        return naive_mamba(m, x)
+    sigmoid = lambda y: 1 / (1 + np.exp(-y))  # noqa: E731
+    q, k, v = (filtered(x, *pair) for pair in zip((m.query, m.key, m.value), m.convolutions, strict=True))
     q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
     q = q / np.sqrt(q.shape[-1])
     d, g = m.decay, m.gate
@@ -135,9 +172,36 @@ def test_initial_decays():
     np.testing.assert_allclose([np.log(steps).mean(), np.log(steps).std()], [-4.6, np.log(100) / 12**0.5], atol=0.3)
     assert 0.99e-3 <= steps.min() < 1.2e-3
     assert 0.09 < steps.max() <= 0.101
+    sizes = StateSpaceSizes(heads=256, groups=1, head_dim=1)
+    mamba = StateSpaceMixer(EMBED, sizes, epsilon=EPSILON, out_std=1.0, dtype=F32, key=jax.random.key(0))
+    np.testing.assert_allclose(np.exp(mamba.rate), np.arange(1, 257), rtol=1e-5)
+    steps = np.logaddexp(0, np.asarray(mamba.step_bias, np.float64))
+    np.testing.assert_allclose([np.log(steps).mean(), np.log(steps).std()], [-4.6, np.log(100) / 12**0.5], atol=0.3)
+    assert np.unique(mamba.skip).tolist() == [1]
 
 
-@pytest.mark.parametrize("name", ["gated", "kimi", "kimi safe"])
+def test_what_a_gradient_keeps():
+    """Of what the rule reads, the inputs of the convolutions, decays and strengths: no queries and keys, and states."""
+    m, execution = mixer("gated"), on_mesh(Execution())
+    group = execution.inner_group("heads")
+    layer = lambda m, x: m(x, make_context(AT, execution, "contiguous"), execution).leave(group)  # noqa: E731
+    kept = jax.tree.leaves(jax.eval_shape(lambda m, x: jax.vjp(layer, m, x)[1], m, X))
+    # Of pieces [piece, batch, heads, group, key_dim, value_dim]; operands in chunks have as many dimensions or more.
+    assert [x.shape for x in kept if x.ndim > 5] == [(1, BATCH, 2, 2, 4, 3)]
+    # The inputs of two convolutions.
+    assert [x.shape for x in kept].count((BATCH, SEQ, 2, 4)) == 2
+
+
+def test_sums_of_taps_are_made_again_behind_the_rule():
+    """Sigmoids of two convolutions are made forwards, for the gradient of the rule, and for their own."""
+    m, execution = mixer("gated"), on_mesh(Execution())
+    layer = lambda m, x: m(x, make_context(AT, execution, "contiguous"), execution).y  # noqa: E731
+    traced = jax.make_jaxpr(lambda m, x: jax.vjp(layer, m, x)[1](x))(m, X)
+    made = [x.equation.outvars[0].aval for x in equations(traced) if x.equation.primitive.name == "logistic"]
+    assert [getattr(x, "shape", ()) for x in made].count((BATCH, SEQ, 2, 4)) == 3 * 2
+
+
+@pytest.mark.parametrize("name", ["gated", "kimi", "kimi safe", "mamba", "clamped mamba"])
 def test_documents_are_read_alone(name):
     """A packed document has the result of its own loop."""
     value = np.asarray(alone(name)[0])
@@ -147,7 +211,7 @@ def test_documents_are_read_alone(name):
             np.testing.assert_allclose(value[row][mine], naive(mixer(name), X[row][mine]), atol=PRECISION)
 
 
-@pytest.mark.parametrize("name", ["gated", "kimi"])
+@pytest.mark.parametrize("name", ["gated", "kimi", "mamba"])
 def test_half_precision_layers(name):
     """In bfloat16, decays, strengths, norms and states stay float32: the result errs by a few roundings of inputs."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mixer(name))
@@ -200,7 +264,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("where", MESHES)
-@pytest.mark.parametrize("name", ["gated", "kimi"])
+@pytest.mark.parametrize("name", ["gated", "kimi", "mamba"])
 def test_devices_that_share_a_sequence_and_heads(name, where):
     """Value and gradients are those of one device; several chunks lie in one document, several documents in one."""
     shape, kept, order = MESHES[where]
@@ -223,7 +287,7 @@ def test_devices_that_share_a_sequence_and_heads(name, where):
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 7])
-@pytest.mark.parametrize("name", ["gated", "kimi"])
+@pytest.mark.parametrize("name", ["gated", "kimi", "mamba"])
 def test_token_by_token_behind_a_prompt(name, prompt):
     """A prompt with padding before it, then tokens one by one, give what the whole text gives; states stay as kept."""
     m, execution = mixer(name), on_mesh(Execution())
@@ -280,6 +344,10 @@ def test_short_convolution(taps, has_bias, activates):
 
 
 def test_refusals():
+    with refused("model.mamba.heads=6 is not a multiple of model.mamba.groups=4", "choose a multiple of 4"):
+        StateSpaceSizes(heads=6, groups=4)
+    with refused("model.mamba.most_step=0.1 is below model.mamba.least_step=0.2", "or null for no limit"):
+        StateSpaceSizes(least_step=0.2, most_step=0.1)
     with refused("model.delta.value_heads=6 is not a multiple of model.delta.key_heads=4", "choose a multiple of 4"):
         DeltaSizes(4, 6, 8, 8)
     rules = Rules("mine", {}, {}, (), ("context",))

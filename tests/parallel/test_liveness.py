@@ -210,6 +210,98 @@ def test_a_tpu_makes_sums_together_before_other_results():
     assert loop_bytes(body, "tpu") // ONE == 3
 
 
+@pytest.mark.parametrize(("platform", "matrices"), [("cpu", 4), ("cuda", 3), ("tpu", 3)])
+def test_what_a_checkpoint_computes_again_waits_for_its_gradient(platform, matrices):
+    """The sine is made once more behind `back`. A CPU has no barriers: there one sine stays beside three products."""
+
+    def body(c: Any, w: Any) -> Any:
+        y, pull = jax.vjp(jax.checkpoint(lambda w: jnp.sin(c) @ w), w)
+        back = y @ w + w @ y
+        return pull(back)[0]
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+def test_what_passes_a_barrier_stays_apart():
+    """`b` ends with the product that reads it, though `a`, which stays, passed the barrier with it."""
+
+    def body(c: Any, w: Any) -> Any:
+        a, b = jax.lax.optimization_barrier((c @ w, w @ c))
+        return a + b @ w @ w @ w
+
+    assert loop_bytes(body, "tpu") // ONE == 3
+
+
+@pytest.mark.parametrize(("platform", "matrices"), [("cpu", 3), ("tpu", 2)])
+def test_a_cpu_has_no_loop_of_one_iteration(platform, matrices):
+    """It makes the product of the loop once, for the later one too, so this stays beside `other` and the next."""
+
+    def body(c: Any, w: Any) -> Any:
+        _, (first,) = jax.lax.scan(lambda k, _: (k, (c @ w).sum()), 0.0, None, length=1)
+        other = (w @ c) @ w
+        return (c @ w) + other + first
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+@pytest.mark.parametrize(("platform", "matrices"), [("cpu", 5), ("cuda", 5), ("tpu", 4)])
+def test_zeros_that_a_loop_writes_over_are_there_before(platform, matrices):
+    """Two matrices of zeros are beside three products; a TPU makes them with the loop, which has four matrices."""
+
+    def body(c: Any, w: Any) -> Any:
+        first = (c @ w) @ (w @ c)
+        found = jax.lax.scan(lambda k, _: (k, k @ w), first, None, length=2)[1]
+        return found[0] @ found[1]
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+@pytest.mark.parametrize(
+    ("elementwise", "platform", "matrices"),
+    [
+        (lambda x: x * jnp.sin(x), "cpu", 4),
+        (lambda x: x * jnp.sin(x), "tpu", 3),
+        (jnp.sin, "cpu", 4),
+        (jnp.sin, "tpu", 3),
+        (jnp.negative, "cpu", 3),
+    ],
+    ids=["of two on a CPU", "of two on a TPU", "costly on a CPU", "costly on a TPU", "cheap on a CPU"],
+)
+def test_a_cpu_makes_once_what_is_costly_or_made_of_two(elementwise, platform, matrices):
+    """`y`, which two operations read, is an array beside `x` and two products."""
+
+    def body(c: Any, w: Any) -> Any:
+        x = c @ w
+        y = elementwise(x)
+        return (w @ c) * y + y + x @ w
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+@pytest.mark.parametrize(("most", "platform", "matrices"), [(8, "cpu", 2), (N, "cpu", 1), (8, "cuda", 1)])
+def test_a_cpu_reads_an_array_to_sum_many_numbers(most, platform, matrices, monkeypatch):
+    monkeypatch.setattr(liveness, "_SUMMED_APART", most)
+
+    def body(c: Any, w: Any) -> Any:
+        x = c @ w
+        return x + jnp.sin(x).sum(0)[None]
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
+@pytest.mark.parametrize(("platform", "matrices"), [("cpu", 4), ("tpu", 3)])
+def test_a_cpu_computes_again_all_layers_of_an_iteration_first(platform, matrices):
+    """The sines of three layers are beside the first gradient. Otherwise one is, and the gradient of another layer."""
+
+    def body(c: Any, w: Any) -> Any:
+        for number in (2.0, 3.0, 4.0):
+            layer = jax.checkpoint(lambda x, number=number: jnp.sin(number * w) @ x)
+            c = jax.vjp(layer, w)[1](c)[0]
+        return c
+
+    assert loop_bytes(body, platform) // ONE == matrices
+
+
 @pytest.mark.parametrize(("scope", "matrices"), [("dispatch", 3), ("weights", 2)])
 def test_a_tpu_makes_gradients_last_where_tokens_are_exchanged(scope, matrices):
     def body(c: Any, w: Any) -> Any:

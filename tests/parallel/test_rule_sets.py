@@ -45,8 +45,9 @@ LAYOUTS = {
 LETTERS = {"D": "data", "F": "fsdp", "X": "expert", "C": "context", "T": "tensor"}
 INNER = ("heads", "kv_heads", "mlp", "expert_mlp", "vocab")
 DEVICES = (8, 64, 256)
-# gpt-oss is 2,880 wide, which 256 devices cannot share: they need an axis `data`.
-SIZES = [case for case in itertools.product(PRESETS, DEVICES) if case[1] < 256 or "gpt_oss" not in case[0]]
+# gpt-oss is 2,880 wide and Nemotron 3 Nano 2,688, which 256 devices cannot share: they need an axis `data`.
+NARROW = ("gpt_oss_20b", "gpt_oss_120b", "nemotron_3_nano_30b_a3b")
+SIZES = [case for case in itertools.product(PRESETS, DEVICES) if case[1] < 256 or case[0] not in NARROW]
 
 
 @functools.cache
@@ -90,7 +91,8 @@ def placement_of(layout, axes, shape, mesh):
 
 def inner(layout, axes, shape, mesh):
     """Return the mesh axes that an inner dimension of a parameter is split over: none where key heads are too few."""
-    heads = dict.fromkeys(("key_heads", "value_heads", "channels"), "heads")  # of recurrent layers
+    of_recurrent = ("key_heads", "value_heads", "state_groups", "state_heads", "channels")
+    heads = dict.fromkeys(of_recurrent, "heads")
     names = {heads.get(name, name) for name in axes.names} & set(INNER)
     few = "kv_heads" in names and shape[axes.names.index("kv_heads")] < mesh.get("tensor", 1)
     return {axis for name in names if not few for axis in live(layout.store.get(name, ()), mesh)}

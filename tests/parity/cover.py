@@ -47,6 +47,7 @@ from moezoo.models import (
     Lfm2MoeConfig,
     Llama4Config,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     WindowedConfig,
@@ -115,6 +116,10 @@ _KIMI["delta"] = {"key_heads": 2, "value_heads": 2, "key_dim": 6, "value_dim": 5
 _QWEN3_5 = {**_GROUPED, "layers": LAYERS, "experts_per_token": 3, "norm_eps": 1e-3, "attention_every": 2}
 _QWEN3_5 |= {"delta": {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 5, "taps": 3}, "rotary_dims": 4}
 _QWEN3_5 |= {"shared_mlp": 10}
+# A layer of each part, and a second one with experts, which are in a latent; each group of Mamba-2 has two heads.
+_NEMOTRON_H = {**_GROUPED, "layers": 5, "pattern": "ME-*E", "experts_per_token": 3, "norm_eps": 1e-3, "mlp": 20}
+_NEMOTRON_H |= {"shared_mlp": 10, "expert_latent": 8, "router": {"bias_rate": 0.25}}
+_NEMOTRON_H["mamba"] = {"heads": 4, "head_dim": 5, "groups": 2, "state_dim": 6, "taps": 3}
 # Convolutions read two tokens of the chunk before; what is added to the sums of gates is a part of them.
 _LFM2 = {
     **_GROUPED,
@@ -149,6 +154,7 @@ _DEEP: dict[str, tuple[str, dict[str, Any], int]] = {
     "gpt_oss_deep": ("gpt_oss", {"layers": 8}, 12),
     "lfm2_moe_deep": ("lfm2_moe", {"layers": 8, "dense_layers": 0, "attention_layers": (1, 3, 5, 7)}, 3),
     "qwen3_5_deep": ("qwen3_5", {"layers": 8, "moe_every": 2, "mlp": 20}, 3),
+    "nemotron_h_deep": ("nemotron_h", {"layers": 8, "pattern": "ME*E"}, 3),
 }
 
 Config = (
@@ -161,6 +167,7 @@ Config = (
     | KimiLinearConfig
     | Lfm2MoeConfig
     | Qwen35Config
+    | NemotronHConfig
     | Gemma4Config
     | WindowedConfig
 )
@@ -179,6 +186,7 @@ _FAMILY_SETTINGS: dict[Family, tuple[type[Config], dict[str, Any], int]] = {
     "kimi_linear": (KimiLinearConfig, _KIMI, 6),
     "qwen3_5": (Qwen35Config, _QWEN3_5, 6),
     "lfm2_moe": (Lfm2MoeConfig, _LFM2, 6),
+    "nemotron_h": (NemotronHConfig, _NEMOTRON_H, 6),
     "gemma4": (Gemma4Config, _GEMMA4, 4),
     "windowed": (WindowedConfig, _WINDOWED, 4),
 }
@@ -189,7 +197,7 @@ for _name, (_family, _changes, _seed) in _DEEP.items():
 # whose parts are those of others, except those that `WINDOWED_CASES` and `STRETCH_CASES` are for.
 FAMILIES: tuple[Family, ...] = tuple(name for name in _FAMILY_SETTINGS if name in moezoo.models.FAMILIES)
 assert set(FAMILIES) == set(moezoo.models.FAMILIES), "each family needs an entry of its name in _FAMILY_SETTINGS"
-RECURRENT = ("qwen3_5", "lfm2_moe")
+RECURRENT = ("qwen3_5", "lfm2_moe", "nemotron_h")
 IN_PRODUCT = tuple(name for name in FAMILIES if name not in (*RECURRENT, "windowed", "llama4"))
 
 
@@ -203,7 +211,7 @@ def config(family: Family = "mixtral", balance: Balance = "batch", **changes: An
     if not values.get("tied_embeddings", config_class().tied_embeddings):
         values.setdefault("unembedding_std", values["init_std"])
     defaults: Any = config_class()
-    names = [name for name in ("yarn", "router", "query_scale", "delta") if name in values]
+    names = [name for name in ("yarn", "router", "query_scale", "delta", "mamba") if name in values]
     sections = {name: replace(getattr(defaults, name), **values[name]) for name in names}
     return config_class(**{**values, **sections})
 
@@ -659,6 +667,9 @@ RECURRENT_CASES = (
     Case("dense", "fsdp8", "pure_fsdp", "dots", 1, "sequence", "qwen3_5", "adamw"),
     Case("ring", "fsdp2_ep4", "ep_as_dp", "none", 1, "batch", "qwen3_5"),
     Case("ring", "fsdp2_ep4", "replicated", "offload", 1, "batch", "qwen3_5"),
+    Case("gather", "single", "fsdp_ep", "full", 1, "sequence", "nemotron_h", "muon"),
+    Case("ragged", "fsdp2_ep2_context2", "fsdp_ep", "full", 1, "batch", "nemotron_h", "adamw", "ring"),
+    Case("ring", "ep2_context2_tensor2", "tensor", "dots", 2, "batch", "nemotron_h"),
 )
 # Cases with stretches, and with gates on what experts read: each strategy, each order of tokens and way of attention on
 # split sequences, both backends of attention, tokens that devices share, and split widths.
@@ -689,6 +700,7 @@ STAGED_CASES = (
     ),
     Case("ring", "stage2_fsdp2_ep2", "fsdp_ep", "full", 1, "batch", "qwen3_5_deep", pipeline=Circular(4)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "dots", 1, "batch", "qwen3_5_deep", "adamw", "ring", 1, _TICK),
+    Case("ring", "stage2_ep2_tensor2", "tensor", "full", 1, "batch", "nemotron_h_deep", pipeline=Circular(2)),
     Case("gather", "stage2_ep2_context2", "fsdp_ep", "full", 1, "batch", "lfm2_moe_deep", "sgd", "ring", 1, _TICK),
     Case("ragged", "stage2_data2_fsdp2", "fsdp_ep", "dots", 1, "batch", "olmoe_deep", pipeline=Circular(4, 2)),
 )

@@ -280,6 +280,7 @@ def run_experts(
         x: The tokens of one row [tokens, D].
         route: A function that chooses a token's experts from its logits.
         activation: A function of an expert's two products, to each of which its bias is added if there are biases.
+            Without a gate it gets the other product twice.
         read: What the router reads in place of `x`.
         on_inputs: Whether gates multiply what experts read in place of their results.
     """
@@ -297,7 +298,8 @@ def run_experts(
         y = as_value(0)
         for e, gate in gates.items():
             given, factor = (gate * token, 1) if on_inputs else (token, gate)
-            inner = activation(product(given, "gate", layer, e), product(given, "up", layer, e))
+            up = product(given, "up", layer, e)
+            inner = activation(product(given, "gate", layer, e) if "gate" in p.whole else up, up)
             y = y + factor * product(inner, "down", layer, e)
             routing.counts[e] += 1
         routing.probabilities = routing.probabilities + probabilities
@@ -448,6 +450,8 @@ _MATRICES |= {f"delta_{name}": "ioo" for name in ("query", "key", "value", "deca
 _MATRICES |= {f"delta_{name}": "io" for name in ("decay", "decay_down", "gate_down", "strength")}
 _MATRICES |= {f"convolution_{name}": "io" for name in ("input_gate", "output_gate", "value", "out")}
 _MATRICES |= {"delta_out": "iio", "attention_gate": "ioo"}
+_MATRICES |= {f"mamba_{name}": "ioo" for name in ("gate", "value", "write", "read")}
+_MATRICES |= {"mamba_step": "io", "mamba_out": "iio", "latent_down": "io", "latent_up": "io"}
 _MATRICES |= {f"{kind}{name}": "io" for kind in ("", "dense_", "shared_") for name in ("gate", "up", "down")}
 
 

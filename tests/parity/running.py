@@ -12,6 +12,7 @@ import oracle_convolution
 import oracle_deepseek
 import oracle_delta
 import oracle_grouped
+import oracle_nemotron
 import pytest
 from blueprints import as_blueprint
 from compiled import Budget, budget_of
@@ -34,10 +35,12 @@ from moezoo.models import (
     Lfm2MoeConfig,
     Llama4Config,
     MixtralConfig,
+    NemotronHConfig,
     OlmoeConfig,
     Qwen35Config,
     WindowedConfig,
 )
+from moezoo.models.nemotron_h import kinds as nemotron_kinds
 from moezoo.models.qwen3_5 import kinds
 from moezoo.optim import SGD, Muon, Optimizer
 from moezoo.optim.base import newest
@@ -182,6 +185,7 @@ def parameters_of(family: Family, model: Any) -> oracle.Parameters:
         DeepSeekConfig: oracle_deepseek,
         KimiLinearConfig: oracle_delta,
         Qwen35Config: oracle_delta,
+        NemotronHConfig: oracle_nemotron,
         Lfm2MoeConfig: oracle_convolution,
     }
     return others.get(type(config(family)), oracle_grouped).parameters_of(model)
@@ -229,7 +233,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
     common: dict[str, Any] = {
         "experts_per_token": c.experts_per_token,
         "sparse": with_experts(c.layers),
-        "rope": Rope(c.rope_base),
+        "rope": Rope(getattr(c, "rope_base", 1.0)),
         "norm_eps": c.norm_eps,
         "choice": softmax(renormalised=True),
         "window": None,
@@ -250,6 +254,11 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         different = {"choice": _choice(c.router), "rotary_dims": c.rotary_dims, "attends": attends}
         different["sparse"] = with_experts(c.layers, c.moe_every, c.mlp_layers)
         return oracle_delta.Qwen35(**{**common, **different})
+    elif isinstance(c, NemotronHConfig):
+        pattern, bias = "".join(*nemotron_kinds(c)), oracle_deepseek.bias_of(model(family, balance))
+        assert bias is not None
+        different = {"choice": _choice(c.router), "bias": bias.astype(np.float64), "bias_rate": c.router.bias_rate}
+        return oracle_nemotron.NemotronH(**{**common, **different}, pattern=pattern)
     elif isinstance(c, Llama4Config):
         choice = Choice("sigmoid", 1, 1, "max", renormalised=False, scale=1.0)
         different = {"choice": choice, "stretch": c.stretch, "plain": c.plain_layers}

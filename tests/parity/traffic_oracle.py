@@ -78,14 +78,19 @@ def step_traffic(config: Any, model: Any, *, strategy: Any = None, trained: Trai
             trains = {a.path.removeprefix(block.path) for a in mine if a.learns}
             mixes = part("layers/attention", phases, times)
             chunks = rows * (2 if balanced else 1)  # of a device
-            if "attention.filters" in block.shapes:
+            if "attention_norm.scale" not in block.shapes:
+                pass  # a feed-forward part alone
+            elif "attention.rate" in block.shapes:
+                state_space(mixes, run, block.shapes, tokens, chunks)
+            elif "attention.filters" in block.shapes:
                 gated_convolution(mixes, run, block.shapes, tokens, chunks)
             elif "attention.strength" in block.shapes:
                 delta_rule(mixes, run, block.shapes, trains, tokens, chunks)
             else:
                 hops = count_hops(run, config.seq_len, None if balanced else block.window)
                 attention(mixes, run, block.shapes, trains, tokens, hops)
-            feed_forward(part("layers/feed_forward", phases, times), run, block, trains, tokens, sizes)
+            if any(path.startswith("feed_forward.") for path in block.shapes):
+                feed_forward(part("layers/feed_forward", phases, times), run, block, trains, tokens, sizes)
             with_experts += mine[0].layers if "feed_forward.router.weight" in block.shapes else 0
     weights(part("head/weights", "FB"), run, final + (embedding if sizes.tied_embeddings else []))
     logits(part("head", "FB"), run, tokens, sizes, learns, any(a.learns for a in final if a.role == "scale"))
@@ -176,9 +181,12 @@ class Array(NamedTuple):
     local: int  # the numbers of one layer that a device stores
 
 
+_AS_HEADS = ("key_heads", "value_heads", "state_groups", "state_heads", "channels")
+
+
 def like(logical: str) -> str:
     """Return the logical axis that the rules name for another one: recurrent layers split their own axes as heads."""
-    return "heads" if logical in ("key_heads", "value_heads", "channels") else logical
+    return "heads" if logical in _AS_HEADS else logical
 
 
 def place(run: Run, path: str, axes: Axes, array: Any, trained: Trained) -> Array:
@@ -217,7 +225,7 @@ def weights(book: Book, run: Run, arrays: list[Array]) -> None:
         # What is only added is not needed for gradients. It is gathered again where its sum is not kept.
         added = array.role == "bias" and run.remat in (("dots", "none") if of_experts else ("none",))
         # What meets split widths whole is kept in this form.
-        added |= array.path.endswith("token_gate") and bool(run.kept("mlp")) and run.remat == "none"
+        added |= array.path.endswith(("token_gate", "latent.up")) and bool(run.kept("mlp")) and run.remat == "none"
         # Devices use it on different tokens along these axes.
         summed = run.tokens + (run.experts if run.moves_weights and of_experts else ())
         for over in reversed(array.gathered):
@@ -260,7 +268,7 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
     """Book sums over devices that share heads, and how queries meet keys elsewhere; `trains` has what is trained."""
     heads, embed = run.kept("heads"), shapes["attention.out"][-1]
     expands = True  # whether gradients need keys of the whole sequence where results of products are kept
-    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
     if "attention.kv_down" in shapes:
         (latent,) = shapes["attention.kv_norm.scale"]
         kept = [tokens * latent, tokens * (shapes["attention.kv_down"][-1] - latent)]  # latent and shared key
@@ -290,6 +298,11 @@ def attention(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: in
             book("B", "ppermute", run.sequence, numbers, FLOAT32, hops)  # gradients
 
 
+def of_results(shapes: Shapes) -> str:
+    """Return when results of all heads are summed: again where the feed-forward part of a layer reads them."""
+    return "FR" if any(path.startswith("feed_forward.") for path in shapes) else "F"
+
+
 def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: int, chunks: int) -> None:
     """Book sums over devices that share heads, and what chunks need of those before: inputs of filters, and states.
 
@@ -297,7 +310,7 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
     (docs/long_context.md, "Recurrent layers").
     """
     heads, embed = run.kept("heads"), shapes["attention.out"][-1]
-    book("FR", "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
     # The gradients of what meets split heads: tokens, and what is between two matrices of low rank.
     ranks = [shapes[path][-1] for path in ("attention.decay.down", "attention.gate.down") if path in shapes]
     for numbers in (embed, *ranks):
@@ -310,6 +323,19 @@ def delta_rule(book: Book, run: Run, shapes: Shapes, trains: set[str], tokens: i
     key_dim, (value_heads, value_dim) = shapes["attention.key"][-1], shapes["attention.value"][1:]
     for dim in (key_dim, value_dim):  # the factor and the term of each map
         travels(book, run, chunks * value_heads // run.ways(heads) * key_dim * dim, FLOAT32)
+
+
+def state_space(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
+    """Book the same for a mixer by state space duality: a state's factor is a number per head."""
+    heads, embed = run.kept("heads"), shapes["attention.out"][-1]
+    book(of_results(shapes), "psum", heads, tokens * embed, run.width)  # the results of all heads
+    book("B", "psum", heads, tokens * embed, run.width)  # the gradient of tokens
+    reach = shapes["attention.convolutions[0].weight"][0] - 1
+    for path in ("attention.read", "attention.write", "attention.value"):
+        travels(book, run, chunks * reach * math.prod(shapes[path][1:]) // run.ways(heads), run.width)
+    state_dim, (value_heads, value_dim) = shapes["attention.write"][-1], shapes["attention.value"][1:]
+    for numbers in (1, state_dim * value_dim):
+        travels(book, run, chunks * value_heads // run.ways(heads) * numbers, FLOAT32)
 
 
 def gated_convolution(book: Book, run: Run, shapes: Shapes, tokens: int, chunks: int) -> None:
@@ -346,37 +372,44 @@ def feed_forward(book: Book, run: Run, block: Block, trains: set[str], tokens: i
     # Of the backward pass only a norm after the layer needs its result.
     book("FR" if normed else "F", "psum", width, tokens * sizes.embed, run.width, parts)
     book("B", "psum", width, tokens * sizes.embed, run.width, parts)  # the gradient of tokens
+    if "feed_forward.latent.up" in shapes:  # experts read other tokens than the MLP beside them; the matrix is whole
+        latent = shapes["feed_forward.latent.up"][0]
+        book("B", "psum", width, tokens * latent, run.width)
+        book("B" if "feed_forward.latent.up" in trains else "", "psum", width, latent * sizes.embed, run.reduce_width)
     if "feed_forward.router.weight" in shapes:
         book("B", "psum", width, tokens * k, FLOAT32)  # the gradient of gates
         if block.on_inputs:  # each expert of a token reads a copy, whose gate is 1
             tokens, k = tokens * k, 1
         chunks = min(run.strategy.chunks, tokens)
         ends = [tokens * i // chunks for i in range(chunks + 1)]
-        learns = not block.on_inputs
-        drops = [exchange(book, run, end - start, k, learns, sizes, normed) for start, end in pairwise(ends)]
+        learns, reads = not block.on_inputs, normed or "feed_forward.latent.up" in trains
+        moved = sizes.experts, shapes["feed_forward.experts.up"][1]
+        drops = [exchange(book, run, end - start, k, learns, *moved, reads) for start, end in pairwise(ends)]
         book("F" if any(drops) else "", "pmax", width, 1, INT32)  # the number of dropped assignments
 
 
-def exchange(book: Book, run: Run, tokens: int, k: int, learns: bool, sizes: Any, normed: bool) -> bool:
+def exchange(
+    book: Book, run: Run, tokens: int, k: int, learns: bool, experts: int, embed: int, reads: bool
+) -> bool:  # fmt: skip
     """Book what a chunk of tokens moves between devices with different experts; return whether it can drop any.
 
-    `k`: the experts of a token; `learns`: whether gates that travel have a gradient. `normed`: whether a norm reads the
-    results, which it needs again for its gradient.
+    `k`: the experts of a token; `learns`: whether gates that travel have a gradient; `embed`: the numbers that experts
+    read of a token; `reads`: whether a norm or a matrix reads the results, which it needs again for its gradient.
     """
-    results, again = "FR" if normed else "F", 1 + learns  # gradients of gates need the results again
-    group, devices, embed = run.experts, run.ways(run.experts), sizes.embed
+    results, again = "FR" if reads else "F", 1 + learns  # gradients of gates need the results again
+    group, devices = run.experts, run.ways(run.experts)
     replicated = not set(group) <= set(run.tokens)
     if replicated:  # each device takes a share of the same tokens
         tokens = -(-tokens // devices)
-    most = devices * tokens * min(k, sizes.experts // devices)  # room for what can come
+    most = devices * tokens * min(k, experts // devices)  # room for what can come
     rows, drops = tokens * k, False
     if run.name in ("ring", "ragged") and run.strategy.buffer_factor is not None:
         room = math.ceil(run.strategy.buffer_factor * tokens * k)
         rows, drops = min(rows, room), room < most and (run.name == "ring" or devices > 1)
     elif run.name == "capacity":
         factor = run.strategy.capacity_factor
-        each = tokens if factor is None else min(tokens, math.ceil(factor * tokens * k / sizes.experts))
-        rows, drops = sizes.experts * each, each < tokens
+        each = tokens if factor is None else min(tokens, math.ceil(factor * tokens * k / experts))
+        rows, drops = experts * each, each < tokens
     if run.name == "ring":
         book("FR", "all_gather", group, tokens * embed, run.width)  # tokens
         book("FR", "all_gather", group, tokens * 2 * k, FLOAT32)  # experts and gates
@@ -385,7 +418,7 @@ def exchange(book: Book, run: Run, tokens: int, k: int, learns: bool, sizes: Any
         book("B" if learns else "", "reduce_scatter", group, devices * tokens * 2 * k, FLOAT32)
         book("B", "reduce_scatter", group, devices * tokens * embed, run.width)
     elif run.name == "ragged":
-        book("FR", "all_gather", group, sizes.experts, INT32)  # rows for each expert
+        book("FR", "all_gather", group, experts, INT32)  # rows for each expert
         book("FB", "ragged_all_to_all", group, rows * embed, run.width, 2)  # there and back
         book("R", "ragged_all_to_all", group, rows * embed, run.width, again)
     elif run.name == "capacity":

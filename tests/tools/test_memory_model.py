@@ -134,6 +134,10 @@ def test_more_micro_steps_hold_fewer_activations_and_a_sum_of_gradients():
     assert "sum of gradients over micro-steps" not in before
 
 
+RECURRENT = (
+    "model.layers=4 model.experts=8 model.experts_per_token=2 model.vocab=8192 mesh.fsdp=8 dispatch=gather "
+    "batch_size=32 seq_len=4096"
+)
 # Devices, and the overrides of a step of a released model; of docs/planning.md.
 PEAKS = {
     "mixtral": ("v5p:4x4x4", "model=mixtral_8x7b mesh.fsdp=64 batch_size=768 seq_len=4096"),
@@ -194,6 +198,7 @@ PEAKS = {
             ("qwen3-v5p-ring", "v5p:2x2x4", "qwen3_30b_a3b mesh.fsdp=4 mesh.expert=4 dispatch=ring batch_size=32"),
         )
     },
+    "qwen3_5": ("v5p", f"model=qwen3_5_35b_a3b {RECURRENT}"),
     "olmoe-v6e-ring": (
         "v6e",
         "model=olmoe_1b_7b mesh.fsdp=2 mesh.expert=4 dispatch=ring batch_size=16 seq_len=2048",

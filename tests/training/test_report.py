@@ -196,6 +196,8 @@ def test_rules_for_an_axis_of_one_device():
         => reference (set by execution.attention on cpu: splash does not run here; window 64, documents in order)
     model=gpt_oss model.window=100 execution.dtype=bfloat16 => tpu => ragged_dot (tpu)
         => splash (tpu; window 100 in 2 of 4 layers, documents in order)
+    model=llama4 model.stretch=100 execution.dtype=bfloat16 => tpu => ragged_dot (tpu)
+        => splash (tpu; stretches of 100 in 3 of 4 layers, documents in order)
     => cuda 9.0 => blocked (cuda 9.0: hopper takes bfloat16, not float32)
         => reference (cuda 9.0: hopper takes bfloat16, not float32; documents in order)
     seq_len=2048 model.max_length=2048 execution.dtype=bfloat16 => cuda 8.0 => blocked (cuda 8.0)

@@ -47,6 +47,18 @@ def test_virtual_devices_share_memory(tiny, monkeypatch, mesh, devices):
         room.check_memory(step)
 
 
+def test_what_is_predicted_too_low_is_said(monkeypatch):
+    """With a decay per channel a CPU may need 2.6 times the prediction, so the line comes earlier; the refusal not."""
+    small = ("model.layers=2", "model.embed=16", "model.delta.key_dim=4", "model.delta.value_dim=4", "seq_len=64")
+    step = step_of("model=kimi_linear", *small, "batch_size=1", "mesh=single")
+    needed = step_footprint(step, step.traced).peak
+    for times, lines in ((0.30, 0), (0.31, 1), (1.49, 1)):
+        monkeypatch.setattr(memory, "free_memory", lambda times=times: int(needed / times))
+        found = room.check_memory(step)
+        assert len(found) == lines
+        assert all("low for such recurrent layers, of which up to 2.6 times as much was seen" in line for line in found)
+
+
 def test_a_device_has_its_own_memory(tiny, monkeypatch):
     """The smallest of those of this process counts, and no multiple of a device; unknown memory is not compared."""
     step = step_of(*tiny, "mesh=ep8", "execution.remat=dots")

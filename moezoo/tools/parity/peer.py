@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moezoo.errors import UserError
-from moezoo.host.files import read_json
+from moezoo.host.files import INFINITY, read_json
 from moezoo.hub.few_bits import MODELOPT_FILE, read_modelopt_file
 from moezoo.hub.formats.base import CONFIG
 from moezoo.hub.other_names import NESTED, TEXT
@@ -88,7 +88,8 @@ def _widening(folder: Path) -> dict[str, Any]:
     import transformers
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    config, advice = read_json(folder / "config.json"), "compare what convert FOLDER NEW dtype=float32 writes"
+    config = read_json(folder / "config.json", constants=INFINITY)
+    advice = "compare what convert FOLDER NEW dtype=float32 writes"
     method = (config.get(CONFIG) or {}).get("quant_method")
     if method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING):
         raise ValueError(f"it has no quant_method={method}; {advice}")

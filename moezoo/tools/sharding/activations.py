@@ -85,11 +85,11 @@ def _rows(cfg: TrainConfig, model: LanguageModel, call: Call, traffic: TrafficTa
                 yield _row(f"{name} gathered over the sequence", axes, (split[0], ()), local, dtype, execution)
         yield from _of_chunks(block.attention, rows, execution)
     yield from () if call.cache is None else cache_rows(model, call.cache, execution)
-    if any(block.moe is not None for block in blocks):
+    if mixtures := [block.moe for block in blocks if block.moe is not None]:
         yield of_tokens("router probabilities", {"router": cfg.model.experts}, jnp.float32)
         room, over = _room(cfg, call), (*execution.token_axes, *execution.expert_axes)
         for name, axis, size in (
-            ("rows of the experts", "expert_embed", cfg.model.embed),
+            ("rows of the experts", "expert_embed", mixtures[0].experts.width),
             ("inner rows of the experts", "expert_mlp", cfg.model.expert_mlp // execution.inner_group("mlp").size),
         ):
             yield _row(name, ("rows", axis), (tuple(dict.fromkeys(over)),), (room, size), dtype, execution)
