@@ -92,6 +92,7 @@ def layers(x: jax.Array, block: MoE, cotangent: jax.Array) -> Iterator[Named]:
         from transformers import MixtralConfig
         from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+        assert block.experts.gate is not None
         e, d, f = block.experts.gate.shape
         sizes: dict[str, Any] = {"hidden_size": d, "intermediate_size": f, "num_local_experts": e}
         config = MixtralConfig(**sizes, num_experts_per_tok=block.router.k)

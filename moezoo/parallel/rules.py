@@ -15,7 +15,7 @@ from moezoo.typed import check_fields, show
 # the results of routed and shared experts are summed over devices together.
 _PAIRS = (("heads", "kv_heads"), ("mlp", "expert_mlp"))
 # Axes that are split as another one: the results of all mixers are summed over the devices that share heads.
-_AS = dict.fromkeys(("key_heads", "value_heads", "state_groups", "state_heads", "channels"), "heads")
+_AS: dict[str, str] = dict.fromkeys(("key_heads", "value_heads", "state_groups", "state_heads", "channels"), "heads")
 _INNER = (*_PAIRS[0], *_PAIRS[1], "vocab")
 # Logical axes that a layer can compute on without gathering them first.
 _KEPT = ("expert", *_INNER)

@@ -1,6 +1,7 @@
 """Greedy tokens with a cache against transformers: every kind of cache, padded prompts, end tokens, and meshes."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,17 +31,25 @@ EACH_WEEK = [("qwen3 every other", "ep8", "ring"), ("minimax", "ep8", "ring"), (
 def continue_prompts(theirs, eos=None):
     """Return the prompts and transformers' continuations."""
     theirs.generation_config.eos_token_id = eos
-    theirs.generation_config.pad_token_id = 0 if eos is None else eos
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own
-        ids = theirs.generate(
-            torch.tensor(IDS.astype(np.int64)),
-            attention_mask=torch.tensor(MASK.astype(np.int64)),
-            max_new_tokens=NEW,
-            do_sample=False,
-            use_cache=True,
-        )
-    return ids.numpy()
+    theirs.generation_config.pad_token_id = pad = 0 if eos is None else eos
+
+    def generate(ids, mask):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers' own
+            return theirs.generate(
+                torch.tensor(ids.astype(np.int64)),
+                attention_mask=torch.tensor(mask.astype(np.int64)),
+                max_new_tokens=NEW,
+                do_sample=False,
+                use_cache=True,
+            ).numpy()
+
+    if not theirs.config.model_type.startswith("llama4"):
+        return generate(IDS, MASK)
+    # Its factor of queries counts padding in transformers, so each prompt is continued alone, without any.
+    rows = [generate(ids[mask][None], mask[mask][None])[0, mask.sum() :] for ids, mask in zip(IDS, MASK, strict=True)]
+    longest = max(map(len, rows))
+    return np.concatenate([IDS, [np.pad(row, (0, longest - len(row)), constant_values=pad) for row in rows]], axis=1)
 
 
 # What a cache holds, and where its tokens stand, follows from attention's kind, window, sparse index, rotary pairs and
@@ -93,7 +102,7 @@ WEEKLY = (
     "llama4 two experts",
     "llama4 no stretches",
 )
-MARKS = dict.fromkeys(MORE, pytest.mark.full) | dict.fromkeys(WEEKLY, pytest.mark.weekly)
+MARKS: dict[str, Any] = {**dict.fromkeys(MORE, pytest.mark.full), **dict.fromkeys(WEEKLY, pytest.mark.weekly)}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CONFIGS])

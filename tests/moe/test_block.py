@@ -36,6 +36,7 @@ def test_equals_its_formula():
 
     x = np.asarray(x, np.float64)
     wanted = np.zeros(x.shape)
+    assert experts.gate is not None
     for token, choice in np.argwhere(np.asarray(expert_ids) < 4):
         at, expert = np.unravel_index(token, x.shape[:2]), expert_ids[token, choice]
         weights = (np.asarray(w[expert], np.float64) for w in (experts.gate, experts.up, experts.down))
@@ -117,6 +118,7 @@ def test_norms_around_each_branch():
     assert block.is_whole
     # The router normalises nothing, so a plain mixture of the same router chooses as this one where it reads the same.
     assignment, _ = router(x, jnp.ones((2, 3), bool))
+    assert experts.gate is not None
     tokens = norms.before_experts(x).reshape(-1, 8)
     routed = np.zeros((6, 8))
     for token, choice in np.ndindex(6, 2):

@@ -282,6 +282,7 @@ def oracle_family(family: Family, balance: Balance) -> oracle.Family:
         return Gemma4(**{**common, **different}, full_rope=full)
     elif isinstance(c, WindowedConfig):
         different = {"window": c.window, "full": (0,), "choice": _choice(c.router), "rotary_dims": c.rotary_dims}
+        assert c.full_rope_base is not None
         different |= {"value_scale": c.value_scale, "full_rope": Rope(c.full_rope_base), **_bias(family, balance)}
         return Windowed(**{**common, **different})
     return Grouped(**{**common, **different})
