@@ -113,7 +113,9 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
         apart = (segments[:, :, None] != segments[:, None]) | torch.ones(SEQ, SEQ).triu(1).bool()
         mask = torch.zeros(apart.shape).masked_fill(apart, torch.finfo(torch.float32).min)[:, None]
         # It gives the logits of routers only without such a mask; the rows of that case are whole documents.
-        more = {"output_router_logits": True} if case.balance else {"attention_mask": mask, "position_ids": positions}
+        more: dict[str, Any] = (
+            {"output_router_logits": True} if case.balance else {"attention_mask": mask, "position_ids": positions}
+        )
         if case.config.sees_all and case.config.window:  # layers of both kinds
             outside = torch.ones(SEQ, SEQ).tril(-case.config.window).bool()
             window = mask.masked_fill(outside, torch.finfo(torch.float32).min)
