@@ -1,6 +1,7 @@
 """Greedy tokens with a cache against transformers: every kind of cache, padded prompts, end tokens, and meshes."""
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,10 @@ WEEKLY = (
     "llama4 two experts",
     "llama4 no stretches",
 )
-MARKS = dict.fromkeys(MORE, pytest.mark.full) | dict.fromkeys(WEEKLY, pytest.mark.weekly)
+MARKS: dict[str, Any] = {
+    **dict.fromkeys(MORE, pytest.mark.full),
+    **dict.fromkeys(WEEKLY, pytest.mark.weekly),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CONFIGS])
