@@ -1,6 +1,7 @@
 """The contract of a family's configuration: the fields that the library reads."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from moezoo.errors import UserError
@@ -196,3 +197,17 @@ def check_layers(config: ModelConfig, name: str) -> None:
     if outside := [i for i in getattr(config, name) or () if not 0 <= i < config.layers]:
         there = f"model.layers={config.layers} has layers 0 to {config.layers - 1}"
         raise UserError(f"model.{name} names layer {outside[0]}, but {there}")
+
+
+def with_experts(layers: int, moe_every: int, mlp_layers: Sequence[int]) -> frozenset[int]:
+    """Return the layers with experts: `moe_every` divides their numbers from 1; `mlp_layers` has others, from 0."""
+    return frozenset(range(moe_every - 1, layers, moe_every)) - frozenset(mlp_layers)
+
+
+def check_experts(config: ModelConfig, moe_every: int, mlp_layers: Sequence[int]) -> None:
+    """Raise `UserError` unless some layer has experts by these settings."""
+    if not with_experts(config.layers, moe_every, mlp_layers):
+        raise UserError(
+            f"model.moe_every={moe_every} and model.mlp_layers={list(mlp_layers)} leave no layer of "
+            f"model.layers={config.layers} with experts; lower moe_every or name fewer layers"
+        )

@@ -39,12 +39,14 @@ def dense(default: int, *keys: str) -> Part:
             types = config.read(LIST, tuple[Literal["dense", "sparse"], ...] | None, None)
         if types is None:
             return {"dense_layers": config.read(FIRST, int, default, least=0) if FIRST in keys else default}
-        first = types.count("dense")
+        first, shown = types.count("dense"), f"{LIST}={show(list(types))[:80]}"
         if types != ("dense",) * first + ("sparse",) * (layers - first):
             raise UserError(
-                f"config.json: mlp_layer_types={show(list(types))[:80]}: expected num_hidden_layers={layers} entries, "
-                "all dense before all sparse; moezoo builds no other order"
+                f"config.json: {shown}: expected num_hidden_layers={layers} entries, all dense before all sparse; "
+                "moezoo builds no other order"
             )
+        if (beside := config.read(FIRST, int | None, None, least=0)) not in (None, first):
+            raise UserError(f"config.json: {FIRST}={beside} contradicts {shown}; delete the wrong one")
         return {"dense_layers": first}
 
     return Part(read, lambda c: {FIRST: c.dense_layers}, {"dense_layers": keys[-1]})

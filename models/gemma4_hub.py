@@ -134,6 +134,7 @@ _FURTHER: Settings = {
         _read_layers,
         lambda c: {"layer_types": [_ALL if kind == "all" else _WINDOW for kind in kinds(c)[0]]},
         {"full_layers": "layer_types"},
+        forms=("full_layers",),
     ),
     "full_heads": Part(
         _read_heads,

@@ -145,7 +145,12 @@ _SETTINGS = common(131072, norm_eps=1e-5) | {
 }
 _FURTHER = {
     "attention_bias": Key("attention_bias", True, words=("none", "all")),
-    "windows": Part(_read_windows, _write_windows, {"window": "sliding_window", "full_layers": "layer_types"}),
+    "windows": Part(
+        _read_windows,
+        _write_windows,
+        {"window": "sliding_window", "full_layers": "layer_types"},
+        forms=("full_layers",),
+    ),
     "rope": rope("yarn", 150000.0, _YARN),
     "hidden_act": SILU,
 }

@@ -38,7 +38,15 @@ from jaxtyping import Array
 
 from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Limit, Window, check_layers, extended
+from moezoo.models.config import (
+    GroupedAttentionConfig,
+    Limit,
+    Window,
+    check_experts,
+    check_layers,
+    extended,
+    with_experts,
+)
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.attention import Biases, NormOver
@@ -107,11 +115,7 @@ class GroupedConfig(GroupedAttentionConfig):
                 f"model.shared_experts={self.shared_experts} and model.shared_mlp={self.shared_mlp} are two shared "
                 "MLPs, and a layer has one; set one of them to 0"
             )
-        if "moe" not in kinds(self)[0]:
-            raise UserError(
-                f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
-                f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
-            )
+        check_experts(self, self.moe_every, self.mlp_layers)
 
     @property
     def longest(self) -> Limit:
@@ -126,8 +130,8 @@ class GroupedConfig(GroupedAttentionConfig):
 
 def kinds(c: GroupedConfig) -> list[list[Literal["mlp", "moe"]]]:
     """The feed-forward part of each layer."""
-    without = frozenset(c.mlp_layers)
-    return [["moe" if (i + 1) % c.moe_every == 0 and i not in without else "mlp" for i in range(c.layers)]]
+    experts = with_experts(c.layers, c.moe_every, c.mlp_layers)
+    return [["moe" if i in experts else "mlp" for i in range(c.layers)]]
 
 
 def make_block(kind: Literal["mlp", "moe"], c: GroupedConfig, dtype: jnp.dtype, key: Array) -> Block:

@@ -272,7 +272,7 @@ class Hub:
     def lost(self, config: Any) -> dict[str, tuple[Any, Any]]:
         """Return the settings of a configuration that no key holds: by name, the value and the one that is read back.
 
-        Settings that are read back in another form, such as layers by their kinds, change keys and are not lost.
+        Settings that are read back in another form, such as layers by their kinds, are in a key or change keys.
         """
         mapping, found = self.write(config), {}
         read, t = self.read(type(config), mapping), self.types[self.type_of(config)]

@@ -141,6 +141,7 @@ _KIMI_LINEAR = ModelType(
                 "delta.value_dim": f"{_TABLE}.head_dim",
                 "delta.taps": f"{_TABLE}.short_conv_kernel_size",
             },
+            forms=("attention_layers",),
         ),
         "q_lora": Key("q_lora_rank", None),
         **required("kv_lora=kv_lora_rank nope_dim=qk_nope_head_dim rope_dim=qk_rope_head_dim value_dim=v_head_dim"),

@@ -89,7 +89,7 @@ _LFM2_MOE = ModelType(
         "mlp": Key("intermediate_size", 7168),
         "expert_mlp": Key("moe_intermediate_size", 1792),
         "dense_layers": Key("num_dense_layers", 2, least=0),
-        "mixers": Part(_read_mixers, _write_mixers, {"attention_layers": "layer_types"}),
+        "mixers": Part(_read_mixers, _write_mixers, {"attention_layers": "layer_types"}, forms=("attention_layers",)),
         "taps": Key("conv_L_cache", 3),
         "convolution_bias": Key("conv_bias", False, words=("none", "all")),
     },

@@ -25,9 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Window, check_layers
+from moezoo.models.config import GroupedAttentionConfig, Window, check_experts, check_layers, with_experts
 from moezoo.models.parts import block, grouped_attention, mixture, mlp
 from moezoo.moe.router import Choice
 from moezoo.nn.rotary import CountScale, Llama3, Rotary
@@ -83,11 +82,7 @@ class Llama4Config(GroupedAttentionConfig):
         super().__post_init__()
         for name in ("plain_layers", "full_layers", "mlp_layers"):
             check_layers(self, name)
-        if all(kind.feed_forward == "mlp" for kind in kinds(self)[0]):
-            raise UserError(
-                f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
-                f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
-            )
+        check_experts(self, self.moe_every, self.mlp_layers)
 
     @property
     def sees_all(self) -> bool:
@@ -99,7 +94,7 @@ def kinds(c: Llama4Config) -> list[list[Kind]]:
     """The parts of each layer."""
     plain = range(3, c.layers, 4) if c.plain_layers is None else frozenset(c.plain_layers)
     full = plain if c.full_layers is None else frozenset(c.full_layers)
-    experts = frozenset(range(c.moe_every - 1, c.layers, c.moe_every)) - frozenset(c.mlp_layers)
+    experts = with_experts(c.layers, c.moe_every, c.mlp_layers)
     return [
         [
             Kind(

@@ -99,6 +99,7 @@ _FURTHER: Settings = {
         _read_attention,
         _write_attention,
         {"stretch": "attention_chunk_size", "plain_layers": "no_rope_layers", "full_layers": "layer_types"},
+        forms=("plain_layers", "full_layers"),
     ),
     "scale": Part(_read_scale, _write_scale, {"query_scale.beta": "attn_scale", "query_scale.length": "floor_scale"}),
     "with_experts": Part(

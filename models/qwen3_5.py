@@ -20,9 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from moezoo.errors import UserError
 from moezoo.models.block import Block
-from moezoo.models.config import GroupedAttentionConfig, Limit, check_layers, extended
+from moezoo.models.config import GroupedAttentionConfig, Limit, check_experts, check_layers, extended, with_experts
 from moezoo.models.parts import block, grouped_attention, mixture, mlp, out_std
 from moezoo.moe.router import Choice
 from moezoo.nn.delta import DeltaMixer, DeltaSizes, FullGate, HeadDecay
@@ -76,11 +75,7 @@ class Qwen35Config(GroupedAttentionConfig):
         self.router.check(self.experts, self.experts_per_token)
         check_layers(self, "attention_layers")
         check_layers(self, "mlp_layers")
-        if all(feed_forward == "mlp" for _, feed_forward in kinds(self)[0]):
-            raise UserError(
-                f"model.moe_every={self.moe_every} and model.mlp_layers={list(self.mlp_layers)} leave no layer of "
-                f"model.layers={self.layers} with experts; lower moe_every or name fewer layers"
-            )
+        check_experts(self, self.moe_every, self.mlp_layers)
 
     @property
     def norms_around_one(self) -> bool:
@@ -103,7 +98,7 @@ def kinds(c: Qwen35Config) -> list[list[Kind]]:
     attends = range(c.attention_every - 1, c.layers, c.attention_every)
     if c.attention_layers is not None:
         attends = frozenset(c.attention_layers)
-    experts = frozenset(range(c.moe_every - 1, c.layers, c.moe_every)) - frozenset(c.mlp_layers)
+    experts = with_experts(c.layers, c.moe_every, c.mlp_layers)
     return [[("attention" if i in attends else "delta", "moe" if i in experts else "mlp") for i in range(c.layers)]]
 
 

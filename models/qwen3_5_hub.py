@@ -84,7 +84,12 @@ def _type(architecture: str, model_type: str, delta: Rows, settings: Settings, o
         "delta.key_dim": Key("linear_key_head_dim", 128),
         "delta.value_dim": Key("linear_value_head_dim", 128),
         "delta.taps": Key("linear_conv_kernel_dim", 4),
-        "mixers": Part(_read_mixers, _write_mixers, {"attention_layers": "layer_types"}),
+        "mixers": Part(
+            _read_mixers,
+            _write_mixers,
+            {"attention_layers": "layer_types"},
+            forms=("attention_layers", "attention_every"),
+        ),
         "attention_bias": Key("attention_bias", False, words=("none", "all")),
         "experts": Key("num_experts"),
         "expert_mlp": Key("moe_intermediate_size", 512),

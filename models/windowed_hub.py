@@ -113,7 +113,7 @@ def _every(key: str) -> Part:
     def write(c: WindowedConfig) -> Mapping[str, Any]:
         return {"layer_types": [_ALL if sight == "all" else _WINDOW for sight, _ in kinds(c)[0]]}
 
-    return Part(read, write, {"full_layers": "layer_types"})
+    return Part(read, write, {"full_layers": "layer_types"}, forms=("full_layers",))
 
 
 def _read_first(config: ConfigJson, found: Found) -> Found:
@@ -242,7 +242,12 @@ _MIMO: Settings = {
     "fixed": _fixed("mimo_v2_flash", scoring_func="sigmoid", topk_method="noaux_tc"),
 }
 _FURTHER: Settings = {
-    "layers_of": Part(_read_layers, _write_layers, {"full_layers": "layer_types", "mlp_layers": "mlp_layer_types"}),
+    "layers_of": Part(
+        _read_layers,
+        _write_layers,
+        {"full_layers": "layer_types", "mlp_layers": "mlp_layer_types"},
+        forms=("full_layers",),
+    ),
     "window": Part(
         _read_window,
         lambda c: {"sliding_window": c.window - 1, "sliding_window_size": c.window - 1},

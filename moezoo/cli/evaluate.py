@@ -1,12 +1,11 @@
 """`moezoo evaluate`: the loss of a run's model, or of a Hugging Face folder's, on data, or its metrics in tasks."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from moezoo.cli.command import ConfiguredCommand
-from moezoo.cli.harness import EvaluateKeys, configure_tasks, evaluate_tasks
+from moezoo.cli.harness import EvaluateKeys, configure_tasks, evaluate_tasks, showing_batches
 from moezoo.cli.model_keys import load_model
 from moezoo.cli.text_keys import configure_text, load_text
 from moezoo.config.options import take
@@ -20,16 +19,12 @@ def configure(*arguments: str) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     """Load the model and print its loss, or the metrics of tasks."""
-    from jax.sharding import Mesh
-
     from moezoo.config.build import build_execution
     from moezoo.models.choice import compare_strategies
     from moezoo.parallel.cache import use_cache
     from moezoo.parallel.mesh_execution import on_mesh
-    from moezoo.terminal.progress import BatchCounter, bar_on
     from moezoo.training.evaluate import evaluate
     from moezoo.training.report import choice_lines
-    from moezoo.training.waiting import Waiting
 
     keys, changes = take(EvaluateKeys, arguments)
     if keys.tasks is not None:
@@ -41,17 +36,9 @@ def main(arguments: Sequence[str]) -> None:
     use_cache(cfg.cache_dir, execution.mesh)
     rows = cfg.batch_size // execution.micro_batches
     compared = compare_strategies(model.stacks, rows, cfg.seq_len, execution.exact, "evaluate")
-    assert isinstance(execution.mesh, Mesh)
-    say = functools.partial(print, file=sys.stderr)
     for line in choice_lines(cfg.dispatch, {"evaluate": compared}):
-        say(line)
-    with bar_on(sys.stderr) as bar, Waiting(execution.mesh, say, again="start it again") as waiting:
-        counter = BatchCounter(bar, say)
-
-        def on_batch(done: int, total: int) -> None:
-            counter(done, total)
-            waiting.begin(f"batch {min(done + 1, total)} of {total}")
-
+        print(line, file=sys.stderr)
+    with showing_batches(execution.mesh) as on_batch:
         result = evaluate(model, cfg, on_batch, split=use, source=source)
     print(f"{use:11} {_describe(result, source)} of {cfg.seq_len}")
     for name, own in result.by_source.items():

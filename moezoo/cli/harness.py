@@ -1,5 +1,6 @@
 """The part of `moezoo evaluate` that runs tasks of the evaluation harness lm_eval."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -78,14 +79,29 @@ def configure_tasks(keys: EvaluateKeys, changes: Sequence[str]) -> Any:
     return configure_model(keys, changes)
 
 
+@contextlib.contextmanager
+def showing_batches(mesh: Any) -> Iterator[Any]:
+    """Yield an `OnBatch` that shows how far an evaluation on `mesh` is, and what it waits for, on stderr."""
+    from moezoo.terminal.progress import BatchCounter, bar_on
+    from moezoo.training.waiting import Waiting
+
+    say: Any = functools.partial(print, file=sys.stderr)
+    with bar_on(sys.stderr) as bar, Waiting(mesh, say, again="start it again") as waiting:
+        counter = BatchCounter(bar, say)
+
+        def on_batch(done: int, total: int) -> None:
+            counter(done, total)
+            waiting.begin(f"batch {min(done + 1, total)} of {total}")
+
+        yield on_batch
+
+
 def evaluate_tasks(keys: EvaluateKeys, changes: Sequence[str]) -> None:
     """Load the model, run the tasks and print their metrics."""
     from moezoo.config.build import build_execution
     from moezoo.parallel.cache import use_cache
-    from moezoo.terminal.progress import BatchCounter, bar_on
     from moezoo.training.files import check_writable, replace_text, writing_to
     from moezoo.training.harness import LmEval, load_tasks, prepare_harness, run_tasks
-    from moezoo.training.waiting import Waiting
 
     names = [name for name in (keys.tasks or "").split(",") if name]
     if not names:
@@ -100,14 +116,7 @@ def evaluate_tasks(keys: EvaluateKeys, changes: Sequence[str]) -> None:
     execution: Any = build_execution(cfg, batches="any").in_turn
     model = load_model(keys, changes, execution)
     use_cache(cfg.cache_dir, execution.mesh)
-    say: Any = functools.partial(print, file=sys.stderr)
-    with bar_on(sys.stderr) as bar, Waiting(execution.mesh, say, again="start it again") as waiting:
-        counter = BatchCounter(bar, say)
-
-        def on_batch(done: int, total: int) -> None:
-            counter(done, total)
-            waiting.begin(f"batch {min(done + 1, total)} of {total}")
-
+    with showing_batches(execution.mesh) as on_batch:
         lm = LmEval(
             model,
             keys.folder or cfg,

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from moezoo.config.overrides import MEMBERS, PLUGS, defaults, is_own, own_path
+from moezoo.config.overrides import MEMBERS, PLUGS, defaults, groups, is_own, own_path
 from moezoo.config.settings import CONTEXT_PARALLEL, KERNELS, TAG, ExecutionSettings, TrainConfig
 from moezoo.errors import UserError, nearest
 from moezoo.models import Family, ModelConfig, families
@@ -70,7 +70,9 @@ def import_own(key: str, path: str) -> type:
     (noun, base), shown = PLUGS[key], f"{key}={path}"
     what = "family" if key == "model" else "class"
     if not _PATH.fullmatch(path):
-        raise UserError(f"{shown}: expected the path of a {what}; write {key}={own_path(key)}")
+        there = groups().get(key, ())
+        hint = f"{nearest(path, there)} (or {own_path(key)} of your own)" if there else f"write {key}={own_path(key)}"
+        raise UserError(f"{shown}: expected the path of a {what}{' or a name' * bool(there)}; {hint}")
     name, _, attribute = path.rpartition(".")
     module = _import_module(name, key, path)
     value = getattr(module, attribute, None)

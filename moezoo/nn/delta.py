@@ -177,6 +177,20 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
+class KeyConvolution(ShortConvolution):
+    """The convolution of queries or keys."""
+
+    weight: Scale[Array, "tap key_heads head_dim"]
+    bias: Bias[Array, "key_heads head_dim"] | None
+
+
+class ValueConvolution(ShortConvolution):
+    """The convolution of values."""
+
+    weight: Scale[Array, "tap value_heads head_dim"]
+    bias: Bias[Array, "value_heads head_dim"] | None
+
+
 class DeltaMixer(Mixer):
     """A mixer by the gated delta rule. On a split sequence it reads as `moezoo.nn.recurrent` says."""
 
@@ -210,10 +224,11 @@ class DeltaMixer(Mixer):
         self.query, self.key, self.value = (
             normal(one, (embed, *shape), embed**-0.5, dtype) for one, shape in zip(keys, shapes, strict=False)
         )
-        first, second, third = (
-            ShortConvolution(s.taps, *shape, dtype=dtype, key=one) for one, shape in zip(keys[3:], shapes, strict=False)
+        self.convolutions = (
+            KeyConvolution(s.taps, s.key_heads, s.key_dim, dtype=dtype, key=keys[3]),
+            KeyConvolution(s.taps, s.key_heads, s.key_dim, dtype=dtype, key=keys[4]),
+            ValueConvolution(s.taps, s.value_heads, s.value_dim, dtype=dtype, key=keys[5]),
         )
-        self.convolutions = first, second, third
         self.decay, self.gate = decay, gate
         self.strength = normal(keys[6], (embed, s.value_heads), embed**-0.5, dtype)
         self.norm = RMSNorm(s.value_dim, epsilon, dtype=dtype)

@@ -255,7 +255,8 @@ class Rules:
                     )
                 shares = " or is a multiple of it" * bool(logical == "kv_heads" and self.kept(logical, sizes))
                 raise UserError(
-                    f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} ({name}); "
+                    f"{mesh} splits '{logical}' {ways} ways but {LOGICAL_AXES[logical]}={size} "
+                    f"({name}{', which all stages store together' * (STAGE in mesh_axes and logical != 'layer')}); "
                     f"choose a mesh whose {' x '.join(mesh_axes)} divides {size}{shares}"
                 )
 

@@ -18,7 +18,8 @@ def folder_lines(words: Sequence[str]) -> list[str]:
     folders = [word for word in words if word.startswith(FOLDER)]
     if not folders:
         return []
-    upcycle = compose_described(*words).upcycle
+    cfg = compose_described(*words)
+    upcycle, own = cfg.upcycle, cfg.execution.param_dtype
     origin = read_described(folders[-1].removeprefix(FOLDER), upcycle)
     described = origin.described
     assert described is not None
@@ -30,6 +31,8 @@ def folder_lines(words: Sequence[str]) -> list[str]:
     found += f", stored as {origin.stored}: {usual_bytes(shapes, form, described.usual_dtype):,} bytes"
     if described.dtype is None:
         found += f"; it names no dtype, so numbers count as {described.usual_dtype}"
+    if own not in ("stored", described.usual_dtype):
+        found += f"; a run has numbers as execution.param_dtype={own}"
     if form is not None:
         # Which weights have few bits follows from tensors.
         found += f"; which weights are {form.NAME} only the files say, so those count that released folders have so"

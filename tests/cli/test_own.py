@@ -192,6 +192,13 @@ def test_a_run_of_a_notebook_says_how_to_go_on(monkeypatch, tmp_path):
     assert moezoo.saved_config(tmp_path, "dispatch=__main__.Mine").dispatch == cfg.dispatch
 
 
+def test_a_name_with_a_dot_has_the_nearest_name(console):
+    line = (
+        "error: model=qwen3.5: expected the path of a family or a name; did you mean 'qwen3_5'? (or package.module.Fam"
+    )
+    assert console("train", "model=qwen3.5")[2].startswith(line)
+
+
 def test_help_and_the_configuration_show_it(console):
     _, out, _ = console("train", f"dispatch={NAME}", "--help")
     assert "dispatch.label=none" in out

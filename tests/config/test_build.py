@@ -143,6 +143,12 @@ def test_the_nearest_meshes_and_batch_in_a_short_line():
     assert len(message) < 240
 
 
+def test_what_all_stages_store_is_no_layer():
+    cfg = moezoo.compose("mesh.stage=3", "batch_size=9")
+    with refused("mesh.stage=3 splits 'embed' 3 ways", "(.embedding.weight, which all stages store together)"):
+        build_execution(cfg, abstract_mesh(cfg.mesh), batches="any")
+
+
 def test_parameters_alone_need_no_batch():
     cfg = moezoo.compose("mesh.fsdp=3", "batch_size=7")
     with refused("mesh.fsdp=3 splits 'embed' 3 ways", "; mesh.data=3 mesh.fsdp=1 has as many devices"):

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import moezoo
 from moezoo.hub import arrays, folders
 from moezoo.hub.tensors import Tensor
-from moezoo.models import DeepSeek, DeepSeekConfig, MixtralConfig
+from moezoo.models import DeepSeek, DeepSeekConfig, GptOssConfig, KimiLinearConfig, MixtralConfig, family_of
 from moezoo.models.grouped import GroupedConfig
 from moezoo.models.grouped_hub import HUB
 from moezoo.moe.router import Choice
@@ -339,6 +339,13 @@ def test_what_a_folder_does_not_keep():
     router = Choice("sigmoid", group_score="sum_of_top2", choice_bias="learned", bias_rate=0.5)
     config = GroupedConfig(model_type="hy_v3", layers=4, mlp=8, shared_experts=1, moe_every=2, router=router)
     assert HUB.lost(config) == {"router.bias_rate": (0.5, Choice().bias_rate)}
+
+
+@pytest.mark.parametrize(
+    "config", [KimiLinearConfig(layers=8, attention_layers=(3, 7)), GptOssConfig(layers=4, full_layers=(1, 3))]
+)
+def test_a_list_that_equals_the_default_is_in_the_folder(config):
+    assert family_of(config).hub.lost(config) == {}
 
 
 def test_generation_settings_name_the_tokens_that_end_a_text(tmp_path):

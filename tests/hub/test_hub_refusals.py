@@ -205,7 +205,8 @@ def change_keys(name: str, keys: dict[str, Any]) -> dict[str, Any]:
     v3 => {"model_type": "glm4_moe_lite", "head_dim": 14} => head_dim=14 ... only 8
     v3.2 => {"mlp_layer_types": ["sparse", "dense"]} => mlp_layer_types=[sparse, dense] ... dense before all sparse
     v3.2 => {"mlp_layer_types": ["sparse", "moe"]} => mlp_layer_types[1]=moe: expected one of dense, sparse
-    v3.2 => {"mlp_layer_types": ["sparse", "sparse"]} => first_k_dense_replace=1 ... only 0
+    v3.2 => {"mlp_layer_types": ["sparse", "sparse"]} => first_k_dense_replace=1 contradicts mlp_layer_types=[sparse, sp
+    kimi linear => {"mlp_layer_types": ["dense", "dense"]} => first_k_dense_replace=1 contradicts ... the wrong one
     v3 => {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense", "dense"], "first_k_dense_replace": 2}
         => mlp_layer_types=2 must be below num_hidden_layers=2
     v3.2 => {"layer_types": ["full_attention", "full_attention"]}

@@ -72,6 +72,7 @@ def test_refused(changes, line):
         (chooses(score="softmax"), "model.router.score=softmax: Kimi Linear in transformers has only sigmoid"),
         (chooses(choice_bias="none"), "model.router.choice_bias=none: Kimi Linear in transformers has only learned"),
         (chooses(groups=2, kept_groups=1, group_score="max"), "model.router.group_score=max: ... only sum_of_top2"),
+        (chooses(added_to_sum=0.1), "model.router.added_to_sum=0.1: Kimi Linear in transformers has only 1e-20"),
         (chooses(least_sum=0.1), "model.router.least_sum=0.1: Kimi Linear in transformers has only 0.0"),
     ],
 )

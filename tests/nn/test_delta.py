@@ -15,6 +15,7 @@ from moezoo.nn.delta import Activations, ChannelDecay, DeltaMixer, DeltaSizes, F
 from moezoo.nn.positions import make_context
 from moezoo.nn.short_convolution import ShortConvolution, last
 from moezoo.nn.state_space import StateSpaceMixer, StateSpaceSizes
+from moezoo.parallel.axes import parameter_table
 from moezoo.parallel.context_parallel import Coordinates
 from moezoo.parallel.execution import Execution
 from moezoo.parallel.mesh import MeshShape, make_mesh
@@ -156,6 +157,13 @@ def run(execution: Any, order: Any, m: Any, x: Any, at: Any, cotangent: Any) -> 
 def alone(name: str) -> Any:
     """Return value and gradients on one device."""
     return jax.jit(functools.partial(run, on_mesh(Execution()), "contiguous"))(mixer(name), X, AT, COTANGENT)
+
+
+def test_axes_of_convolutions():
+    """They are split, and refused, by the heads of keys and of values."""
+    names = {path: axes.names for path, axes, _ in parameter_table(mixer("gated"))}
+    heads = [names[f".convolutions[{i}].weight"][1] for i in range(3)]
+    assert heads == ["key_heads", "key_heads", "value_heads"]
 
 
 def test_initial_decays():

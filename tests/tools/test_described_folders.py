@@ -59,6 +59,13 @@ def test_weights_are_not_read(console, tmp_path):
     assert console("plan", f"folder={folder}", *PLAN)[0] == 0
 
 
+def test_a_run_may_have_other_numbers_than_the_folder(console, tmp_path):
+    folder = write(tmp_path / "narrow", keys_of("mixtral") | {"dtype": "bfloat16"})
+    line = "; a run has numbers as execution.param_dtype=float32"
+    assert line in console(*SHARDING, f"folder={folder}")[2]
+    assert line not in console(*SHARDING, f"folder={folder}", "execution.param_dtype=bfloat16")[2]
+
+
 def test_a_model_inside_one_for_images(console, tmp_path):
     """Its keys are in text_config; the numbers are those of the text model by itself."""
     text = write(tmp_path / "text", keys_of("deepseek"))
@@ -138,5 +145,6 @@ def test_settings_are_those_of_training_from_the_folder(tmp_path):
 def test_a_folder_without_a_dtype_counts_as_bfloat16(tmp_path):
     keys = keys_of("mixtral") | {"torch_dtype": None}
     without, half = (write(tmp_path / str(name), keys | {"dtype": name}) for name in (None, "bfloat16"))
-    line, wanted = (folder_lines([f"folder={folder}"])[0].partition("it has ")[2] for folder in (without, half))
+    dtype = "execution.param_dtype=bfloat16"
+    line, wanted = (folder_lines([f"folder={folder}", dtype])[0].partition("it has ")[2] for folder in (without, half))
     assert line == f"{wanted}; it names no dtype, so numbers count as bfloat16"
