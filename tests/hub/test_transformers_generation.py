@@ -102,7 +102,10 @@ WEEKLY = (
     "llama4 two experts",
     "llama4 no stretches",
 )
-MARKS: dict[str, Any] = {**dict.fromkeys(MORE, pytest.mark.full), **dict.fromkeys(WEEKLY, pytest.mark.weekly)}
+MARKS: dict[str, Any] = {
+    **dict.fromkeys(MORE, pytest.mark.full),
+    **dict.fromkeys(WEEKLY, pytest.mark.weekly),
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CONFIGS])
