@@ -182,6 +182,7 @@ class KeyConvolution(ShortConvolution):
 
     weight: Scale[Array, "tap key_heads head_dim"]
     bias: Bias[Array, "key_heads head_dim"] | None
+    __init__ = ShortConvolution.__init__
 
 
 class ValueConvolution(ShortConvolution):
@@ -189,6 +190,7 @@ class ValueConvolution(ShortConvolution):
 
     weight: Scale[Array, "tap value_heads head_dim"]
     bias: Bias[Array, "value_heads head_dim"] | None
+    __init__ = ShortConvolution.__init__
 
 
 class DeltaMixer(Mixer):
