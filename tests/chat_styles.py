@@ -1,4 +1,4 @@
-"""Chats in the styles of five families of published templates, with the text that each must give, written by hand.
+"""Chats in the styles of six families of published templates, with the text that each must give, written by hand.
 
 In a table, what the assistant has written, and with it what is trained, stands between ⟦ and ⟧.
 """
@@ -273,6 +273,51 @@ HARMONY = Style(
     },
 )
 
+# Gemma 4: results of tools stand inside of the model's turn, and a prompt to answer ends with an empty thought.
+GEMMA = Style(
+    template="""\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- set before = messages[loop.index0 - 1].role if loop.index0 else '' %}
+    {%- if message.role == 'tool' %}
+        {{- '<|tool_response>response:sum{value:' + message.content + '}<tool_response|>' }}
+    {%- else %}
+        {%- if not (message.role == 'assistant' and before == 'tool') %}
+            {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|tool_call>call:' + call.function.name + '{of:[' + call.function.arguments.of | join(',') }}
+            {{- ']}<tool_call|>' }}
+        {%- endfor %}
+        {%- if message.content %}
+            {{- message.content | trim + '<turn|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+    {{- '<|turn>model\\n<|channel>thought\\n<channel|>' }}
+{%- endif %}
+""",
+    special=(
+        *("<bos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>"),
+        *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+    ),
+    variables={"bos_token": "<bos>", "eos_token": "<turn|>"},
+    chats={
+        "plain": (
+            PLAIN,
+            "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n⟦Hello!<turn|>⟧\n"
+            "<|turn>user\nBye<turn|>\n<|turn>model\n⟦See you.<turn|>⟧\n",
+        ),
+        "tools": (
+            WITH_TOOL,
+            "<bos><|turn>user\n1+2?<turn|>\n<|turn>model\n⟦<|tool_call>call:sum{of:[1,2]}<tool_call|>⟧<|tool_response>"
+            "response:sum{value:3}<tool_response|>⟦It is 3.<turn|>⟧\n",
+        ),
+    },
+    tools=[TOOL],
+)
+
 # A template that marks what the assistant has written, and leaves thoughts out of earlier turns, as Qwen3's does.
 MARKED = Style(
     template="""\
@@ -309,6 +354,7 @@ STYLES = {
     "mistral": MISTRAL,
     "deepseek": DEEPSEEK,
     "harmony": HARMONY,
+    "gemma": GEMMA,
     "marked": MARKED,
 }
 CASES = [(style, chat) for style in STYLES for chat in STYLES[style].chats]

@@ -130,7 +130,7 @@ def then(first: SpanMap, second: SpanMap) -> SpanMap:
     return SpanMap(times(second.factor, first.factor), times(second.factor, first.term) + second.term)
 
 
-def times(factor: Float[Array, "*dims rows columns"], state: Float[Array, "*dims rows width"]) -> Array:
+def times(factor: Float[Array, "*dims rows columns"], state: Float[Array, "*dims key_dim width"]) -> Array:
     """Return the product of a `SpanMap`'s factor and a state, or another factor."""
     if factor.shape[-1] == 1:
         return factor * state

@@ -322,7 +322,10 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             raise UserError(f"adapter={where}: no {name}; name a folder that PEFT or moezoo wrote")
     settings = _Settings.read(where / CONFIG)
     files = WeightFiles(where, WEIGHTS)
-    left = {_module(name): name for name in files.tensors}
+    hub = family_of(model.config).hub
+    # transformers names the layers of every model so, and some folders otherwise.
+    first = next(row.name for row in hub.rows(model.config) if "{layer}" in row.name).partition(".")[0]
+    left = {re.sub(r"^model\.", f"{first}.", _module(name)): name for name in files.tensors}
     if len(left) < len(files.tensors):
         raise UserError(f"{where}: two tensors of {WEIGHTS} have the same name but for a prefix; keep one of them")
     found: dict[str, dict[tuple[int, ...], _Pair]] = {}
@@ -344,7 +347,6 @@ def read_adapter(folder: str | Path, model: Any) -> Adapter:
             raise UserError(f"{where}: the pair of {module} has NaN or infinities; save the adapter again")
         return a, b
 
-    hub = family_of(model.config).hub
     alternate = any(tensor.layout == "alternating" for tensor in tensors(model, hub))
     packed = _Packed(settings, read, model.config.experts, alternate)
     lacking: list[str] = []

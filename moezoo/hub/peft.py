@@ -21,7 +21,7 @@ _TOGETHER: Mapping[str, tuple[str, str, str]] = {
 _APART: Mapping[str, str | None] = {"gpt_oss": None, "hy_v3": ".shared_mlp.", "mistral4": None}
 _APART |= {"kimi_linear": None, "lfm2_moe": None, "qwen3_5_moe_text": None, "gemma4_text": None}
 _APART |= {"llama4_text": None, "mimo_v2_flash": None, "qwen2_moe": None, "sarvam_moe": ".attention."}
-_APART |= {"nemotron_h": "backbone."}
+_APART |= {"nemotron_h": None}
 KNOWN = frozenset({*_TOGETHER, *_APART})  # of others nothing is said
 
 

@@ -32,7 +32,7 @@ _CHUNK_TOKENS = 512
 # On GPUs up to four times as many: each chunk also reads and writes the gradient of the unembedding in float32, and the
 # 80 GB or more of those that kernels are for have room for so many bytes of logits and their gradients.
 _MOST_GPU_TOKENS, _GPU_BYTES = 2048, 2**32
-BYTES_PER_LOGIT = 12  # logits, their exponentials, and the gradient, in float32
+BYTES_PER_LOGIT = 12  # logits, or the tanh of those with a cap, their exponentials, and the gradient, in float32
 
 
 class Losses(NamedTuple):

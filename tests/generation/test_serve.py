@@ -51,8 +51,8 @@ CASES = [
     ("llama4", "tensor2", "ring", (8,)),
     ("kimi_linear", "tensor2", "ring", (8,)),
     ("qwen3_5", "tensor2", "capacity", (8,)),
-    ("nemotron_h", "tensor2", "ragged", (8,)),
     ("lfm2_moe", "tensor4", "ring", (8,)),
+    ("nemotron_h", "tensor2", "ragged", (8,)),
     ("gemma4", "tensor2", "ragged", (8,)),
     ("windowed", "tensor4", "ring", (8,)),
 ]

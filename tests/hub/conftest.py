@@ -2,6 +2,11 @@
 
 import functools
 import os
+
+# PyTorch's threads wait for each other in busy loops: with two, generating by a tiny model took ten times the processor
+# time or more. PyTorch reads it when it is imported, also in processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple

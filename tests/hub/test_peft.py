@@ -51,6 +51,7 @@ def adapt(save: Any, name: str, targets: tuple[str, ...], tmp_path: Path) -> tup
     return adapted, write_adapter(adapted, tmp_path / "adapter")
 
 
+_OF_MAMBA = tuple(f"*.attention.{name}" for name in ("gate", "value", "write", "read", "step"))
 READ = {
     "mixtral": ("attention", "experts"),
     "qwen3": ("attention", "experts"),
@@ -61,6 +62,7 @@ READ = {
     "next plain": ("attention", "experts"),
     "lfm2": ("attention", "mlp"),
     "solar": ("attention", "experts"),
+    "nemotron": (*_OF_MAMBA, "*.attention.query", "shared", "mlp"),
     "gemma4": ("attention", "shared", "*.router.weight"),
     "llama4": ("attention", "shared"),
     "mimo": ("attention", "mlp"),
@@ -153,7 +155,7 @@ def test_packed_pairs_that_peft_made_itself(save, name, tmp_path):
         ("gpt_oss", ("attention", "*.router.weight"), "is not supported"),
         ("kimi linear", ("experts",), "not found in the base model"),
         ("lfm2", ("experts",), "not found in the base model"),
-        ("nemotron", ("shared", "mlp"), "ignored"),
+        ("nemotron", ("experts",), "not found in the base model"),
         ("nemotron", ("attention",), "is incompatible with Mamba-based models"),
         ("mimo", ("experts",), "not found in the base model"),
         ("sarvam", ("attention",), "not found in the base model"),

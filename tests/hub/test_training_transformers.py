@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from peer_results import load, torch
-from tiny_models import kimi_linear, mixtral, qwen3, qwen35
+from tiny_models import gemma4, kimi_linear, mixtral, qwen3, qwen35
 
 import moezoo
 from moezoo.data import Batch
@@ -63,6 +63,8 @@ CASES = {
         frozen=(".experts.", "embed_tokens", "o_proj", "input_layernorm"),
     ),
     "qwen3.5": Case(qwen35(load_balance=0.0), _CONSTANT, documents=False),
+    # A layer with a window of 5 and one without, over 12 tokens; its tied table does not decay.
+    "gemma4": Case(gemma4(), _CONSTANT),
     # In transformers choice biases stay as they are.
     "kimi linear": Case(
         kimi_linear(),
@@ -112,6 +114,10 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
         mask = torch.zeros(apart.shape).masked_fill(apart, torch.finfo(torch.float32).min)[:, None]
         # It gives the logits of routers only without such a mask; the rows of that case are whole documents.
         more = {"output_router_logits": True} if case.balance else {"attention_mask": mask, "position_ids": positions}
+        if case.config.sees_all and case.config.window:  # layers of both kinds
+            outside = torch.ones(SEQ, SEQ).tril(-case.config.window).bool()
+            window = mask.masked_fill(outside, torch.finfo(torch.float32).min)
+            more["attention_mask"] = {"full_attention": mask, "sliding_attention": window}
         out, balance = theirs(tokens, **more), 0.0
         loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=-1)
         if case.balance:
@@ -123,9 +129,10 @@ def train_in_pytorch(theirs: Any, case: Case, given: list[Batch]) -> tuple[list[
     return losses, norms
 
 
-# Kimi Linear's parts are in the steps of the parity suite and in the gradients of its tiny models. So are those of
-# Qwen3.5, and frozen arrays, which run each week.
-MARKS = {"kimi linear": pytest.mark.full, "qwen3.5": pytest.mark.weekly, "mixtral, frozen": pytest.mark.weekly}
+# The parts of Kimi Linear and Gemma 4 are in the steps of the parity suite and in the gradients of their tiny models.
+# So are those of Qwen3.5, and frozen arrays, which run each week.
+MARKS = {"kimi linear": pytest.mark.full, "gemma4": pytest.mark.full}
+MARKS |= {"qwen3.5": pytest.mark.weekly, "mixtral, frozen": pytest.mark.weekly}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES])

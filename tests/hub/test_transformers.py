@@ -1,5 +1,6 @@
 """All families against transformers on random tiny models: logits, loss, every gradient, and reading and writing."""
 
+import itertools
 import json
 import shutil
 from contextlib import nullcontext
@@ -433,6 +434,20 @@ LEFT_OUT = {
 def test_reads_missing_keys_as_transformers_does(save, name, tmp_path):
     config, edit = LEFT_OUT[name]
     assert_equal_logits(save, config, edit, tmp_path / "m")
+
+
+def test_packed_documents_of_gemma4_are_read_alone(save, peer):
+    """By layers with a window and without: as transformers reads them packed, where positions restart, and alone."""
+    model, starts = save("gemma4").model, (0, 9, 16)
+    segments = np.array([[1] * 9 + [2] * 7] * 2, np.int32)
+    positions = np.array([[*range(9), *range(7)]] * 2, np.int32)
+    ids, at = (torch.tensor(x.astype(np.int64)) for x in (TOKENS, positions))
+    with torch.no_grad():
+        wanted = peer("gemma4")(ids, position_ids=at, use_cache=False).logits  # with a cache nothing is packed
+        alone = [peer("gemma4")(ids[:, a:b]).logits for a, b in itertools.pairwise(starts)]
+    found = jax.jit(lambda model: model(TOKENS, segments=segments, positions=positions).logits)(model)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found, np.concatenate(alone, 1), rtol=0, atol=1e-4)
 
 
 def test_stretches_of_packed_documents_begin_with_the_document(save, peer):

@@ -89,13 +89,9 @@ WEEKLY = (
     "next plain",
     "qwen2",
     "qwen2 window, tied",
-    "sarvam",
     "lfm2 biases, untied",
     "llama4 two experts",
     "llama4 no stretches",
-    "mimo plain, tied",
-    "exaone groups, tied",
-    "afmoe plain, tied",
 )
 MARKS = dict.fromkeys(MORE, pytest.mark.full) | dict.fromkeys(WEEKLY, pytest.mark.weekly)
 
