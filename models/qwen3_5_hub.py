@@ -15,7 +15,8 @@ from typing import Any
 
 from moezoo.errors import UserError
 from moezoo.models.config_json import ConfigJson
-from moezoo.models.grouped_hub import BY_LIST, check_same, heads_and_rope
+from moezoo.models.grouped_hub import check_same
+from moezoo.models.grouped_keys import BY_LIST, heads_and_rope
 from moezoo.models.hub import Found, Hub, Key, ModelType, Part, Settings, common, fixed
 from moezoo.models.names import ATTENTION, GATED_SHARED, Rows, layers, rows
 from moezoo.models.qwen3_5 import Qwen35Config, kinds
