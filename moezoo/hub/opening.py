@@ -188,7 +188,8 @@ def open_folder(folder: Path, upcycle: Upcycle = NOT_UPCYCLED) -> OpenFolder:
     With `upcycle` the folder has a dense model, which is described as the mixture of experts that it becomes.
     """
     described, files = read_config(folder, upcycle), WeightFiles(folder)
-    files.rename(find_names(files.tensors, described.is_nested, folder))
+    rows = described.hub.types[described.hub.type_of(described.config)].rows
+    files.rename(find_names(files.tensors, rows, described.is_nested, folder))
     nesting = find_nesting(described.mapping, files.tensors, folder) if described.is_nested else Nesting()
     hub = find_rows(described.hub, described.config, nesting, files.tensors)
     opened = OpenFolder(**vars(dataclasses.replace(described, hub=hub)), files=files, nesting=nesting)

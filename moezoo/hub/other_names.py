@@ -218,13 +218,15 @@ WRAPPERS = (
     Wrapper("module", "DistributedDataParallel and DeepSpeed", "the model"),
 )
 
-# Where the config.json is that of the text model alone. The first that fits holds, after that of the rows.
+# Where the config.json is that of the text model alone. The first that fits holds, after that of the rows. A way is for
+# families whose rows have the first of these names.
 WAYS = (
     INSIDE,  # the text model was cut out of a model for images, and has kept the names
     BESIDE,
     begin("language_model.layers.", "language_model.", "lm_head."),
     # The model without its unembedding, as transformers' AutoModel has it, or with it.
     {f"model.{part}.": f"{part}." for part in ("layers", "embed_tokens", "norm", "embedding_norm", "rotary_emb")},
+    {"backbone.layers.": "model.layers.", "backbone.": "model."},  # transformers 5, nemotron_h
 )
 
 
@@ -246,6 +248,21 @@ FORMS = (
     Form("qwen3_vl_moe as released", rows(*_EXPERTS, _JOINED, "transposed"), ("E d 2I", "E I d")),
     # What transformers 5 has in memory: in raw state dicts, and saved with save_original_format=False.
     Form("transformers 5", rows(*_EXPERTS, _JOINED, "of_experts")),
+    Form(
+        "transformers 5, nemotron_h",
+        rows(f"{MOE}experts.", "backbone.layers.{layer}.mixer.experts.", "up=up_proj down=down_proj", "of_experts"),
+    ),
+    Form("transformers 5, mimo_v2_flash", rows("attention.", ATTENTION, "sinks=sinks")),
+    Form("transformers 5, sarvam_moe", rows("", "model.", "embedding.weight=embed_tokens.weight")),
+    Form(
+        "transformers 5, sarvam_moe",
+        rows(
+            "attention.",
+            ATTENTION,
+            "query=q_proj.weight key=k_proj.weight value=v_proj.weight out=o_proj.weight "
+            "query_norm.scale=q_norm.weight key_norm.scale=k_norm.weight",
+        ),
+    ),
     Form("transformers 5, lfm2_moe", rows(f"{MOE}experts.", f"{LAYER}feed_forward.experts.", _JOINED, "of_experts")),
     Form("transformers 5, mixtral, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "weight=gate.weight")),
     Form("transformers 5, minimax_m2 and hy_v3", rows(f"{MOE}router.", MLP, "choice_bias=e_score_correction_bias")),
@@ -280,20 +297,22 @@ STRANGERS = {
 }
 
 
-def find_names(names: Collection[str], is_nested: bool, folder: Path) -> dict[str, str]:
+def find_names(names: Collection[str], rows: Rows, is_nested: bool, folder: Path) -> dict[str, str]:
     """Return what the tensors of a folder are called without wrappers and other beginnings, and their names there.
 
-    `is_nested`: whether config.json is that of a model for images, whose beginnings `find_nesting` knows.
+    `rows` are those of its type. `is_nested`: whether config.json is that of a model for images, whose beginnings
+    `find_nesting` knows.
 
     Raises `UserError` where two tensors become one.
     """
+    home = next(row.name for row in rows if "{layer}" in row.name).partition("{layer}")[0]
     anywhere = {each.part for each in WRAPPERS if each.around == "a module"}
     found = {name: ".".join(part for part in name.split(".") if part not in anywhere) for name in names}
     for part in [each.part for each in WRAPPERS if each.around == "the model"]:
         while all(text.startswith(f"{part}.") for text in found.values()):
             found = {name: text.removeprefix(f"{part}.") for name, text in found.items()}
-    ways = (way for way in WAYS if _begins(found.values(), way["model.layers."]))
-    if not (is_nested or _begins(found.values(), "model.layers.")) and (way := next(ways, None)):
+    ways = (way for way in WAYS if home in way and _begins(found.values(), way[home]))
+    if not (is_nested or _begins(found.values(), home)) and (way := next(ways, None)):
         found = {name: Nesting(names=way).to_text(text) or text for name, text in found.items()}
     ours: dict[str, str] = {}
     for name, text in found.items():

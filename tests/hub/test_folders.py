@@ -255,7 +255,7 @@ def refuse(folder, line):
     {"model_type": "mixtral2"} => unknown model_type 'mixtral2'; (mixtral|deepseek_v3) knows all of its keys, which does
     {"model_type": "lama", "num_experts_per_tok": null, "num_local_experts": null, "n_routed_experts": null}
         => unknown model_type 'lama'; moezoo finds no experts in its keys
-    {"model_type": null} => config.json has no model_type; expected one of deepseek_v2
+    {"model_type": null} => config.json has no model_type; expected one of afmoe
     {"hidden_size": null} => config.json: hidden_size=null: expected a whole number
     {"vocab_size": 25} => embed_tokens.weight has shape \[24, 8\], expected \[25, 8\] by
     {"vocab_size": "24"} => config.json: vocab_size=24: expected a whole number such as 4, found text

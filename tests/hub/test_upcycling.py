@@ -132,7 +132,7 @@ REFUSED = {
     "llama rope_scaling": ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
     "llama rope_parameters": (
         LLAMA3 | {"high_freq_factor": 0.5},
-        "low_freq_factor=1.0 must be below high_freq_factor=0.5",
+        "low_freq_factor=1.0 must be at most high_freq_factor=0.5",
     ),
     "qwen3 rope_scaling": ({"rope_type": "dynamic", "factor": 8.0}, "rope_type=dynamic: this family supports only"),
     "mistral head_dim": (7, "head_dim=7 must be at least 2 and a multiple of 2"),
