@@ -74,6 +74,15 @@ def test_agrees(folders, name):
     )
 
 
+@pytest.mark.parametrize(("name", "modules"), [("nemotron", 18), ("sarvam", 20), ("afmoe", 36), ("exaone", 30)])
+def test_agrees_where_modules_are_other_ones_in_memory(folders, name, modules):
+    """Their names, the order of their dimensions, or where the embedding is multiplied."""
+    result = parity.compare(folders(name))
+    assert result.first is None, result
+    assert result.worst.difference < 1e-5
+    assert len(result.rows) == modules
+
+
 def find(path: str):
     """Return a function that finds a part of a model, below `block` in its last stack, below `dense` in its first."""
     start, _, rest = path.partition(".")

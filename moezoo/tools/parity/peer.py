@@ -23,9 +23,13 @@ from moezoo.tools.recording import ModuleRecord
 
 # transformers renames these parts of a module's name when it loads a folder: name in the folder -> name in memory.
 _RENAMED = {".block_sparse_moe": ".mlp", ".mlp.router.gate": ".mlp.gate", ".shared_mlp": ".shared_experts"}
+_RENAMED |= {"backbone.": "model."}  # Nemotron-H
+_RENAMED |= {"word_embeddings": "embed_tokens", ".attention": ".self_attn", ".dense": ".o_proj"}  # Sarvam
+_RENAMED |= {".query_layernorm": ".q_norm", ".key_layernorm": ".k_norm"}
+_OF_TYPE = {"afmoe": {".mlp.router.gate": ".mlp.router"}}  # the gate there has logits alone
 
 # Model types whose norms of heads read [batch, heads, seq, head_dim] in transformers.
-_HEADS_FIRST = ("hy_v3",)
+_HEADS_FIRST = ("exaone_moe", "hy_v3")
 
 
 def require_peers() -> None:
@@ -140,18 +144,22 @@ def record_modules(model: Any, tokens: np.ndarray, names: Collection[str]) -> di
     # That of Llama 4 for images has its text model with its head, and in transformers 5.24 does not run without images.
     model = model if hasattr(model, "model") else model.language_model
 
+    renamed = _RENAMED | _OF_TYPE.get(model.config.model_type, {})
+
     def keep(name: str, module: Any, positional: Any, named: Any, output: Any) -> None:
         first = positional[0] if positional else named.get("hidden_states")
-        before, after = None if first is None else _array(first), _output(output)
+        before, after = None if first is None else _array(first), _output(output, model.config)
         if model.config.model_type in _HEADS_FIRST and after.ndim == 4:
             before, after = None if before is None else before.swapaxes(1, 2), after.swapaxes(1, 2)
+        if name == "model.embed_tokens" and getattr(model.config, "mup_enabled", False):  # AFMoE multiplies it later
+            after = after * model.config.hidden_size**0.5
         if name.endswith(".experts") and len(after) > tokens.size:  # rows of Llama 4, for each expert and token
             after = after.reshape(-1, tokens.size, after.shape[-1]).sum(0)
         records[name] = ModuleRecord(before, after)
 
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for name in names:
-            inside = functools.reduce(lambda path, part: path.replace(part, _RENAMED[part]), _RENAMED, name)
+            inside = functools.reduce(lambda path, part: path.replace(part, renamed[part]), renamed, name)
             if hasattr(model.model, "language_model"):  # a model for images
                 inside = re.sub(r"^model\.", "model.language_model.", inside)
             hook = functools.partial(keep, name)
@@ -164,11 +172,12 @@ def _array(x: Any) -> np.ndarray:
     return x.detach().float().numpy().copy()
 
 
-def _output(output: Any) -> np.ndarray:
+def _output(output: Any, config: Any) -> np.ndarray:
     """Return a module's result as one array; for a router, each token's gate for each expert, zero if not chosen."""
     import torch
 
-    if isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64:
-        logits, gates, expert_ids = output
-        output = torch.zeros_like(logits, dtype=gates.dtype).scatter(1, expert_ids, gates)
+    if isinstance(output, tuple) and len(output) in (2, 3) and getattr(output[-1], "dtype", None) == torch.int64:
+        gates, expert_ids = output[-2:]
+        experts = output[0].shape[1] if len(output) == 3 else config.num_experts  # otherwise logits are first
+        output = torch.zeros((len(gates), experts), dtype=gates.dtype).scatter(1, expert_ids, gates)
     return _array(output[0] if isinstance(output, tuple) else output)
